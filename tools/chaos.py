@@ -172,7 +172,7 @@ class Chaos:
             self.store = faults.Store()
         return of
 
-    def through(self, plan: Sequence[tuple[int, Fault]]) -> int:
+    def run_plan(self, plan: Sequence[tuple[int, Fault]]) -> int:
         """Does each fault once the run has come to its step, until the run ends by itself; its exit
         code."""
         possible = self._possible([fault for _, fault in plan])
@@ -184,7 +184,7 @@ class Chaos:
                     self._hurt(fault)
             return agent.wait()
 
-    def calm(self, until: int | None = None) -> int:
+    def run_calm(self, until: int | None = None) -> int:
         """The same run with the faults alone that the run decides about, to its end or to a step;
         its exit code."""
         self.orders = [order for order in self.orders if order["kind"] in DECIDED]
@@ -206,7 +206,7 @@ class Chaos:
         """Whether a run that is left alone has the same bits, and at which step."""
         steps = folders.steps_in(self.workdir / "checkpoints")
         step = max(s for s in steps if s % int(str(CONFIG["checkpoint.every_steps"])) == 0)
-        self.calm(step)
+        self.run_calm(step)
         if step not in folders.steps_in(self.calm_workdir / "checkpoints"):
             return False, step
         return bits(self.workdir, step) == bits(self.calm_workdir, step), step
@@ -229,7 +229,7 @@ class Chaos:
             )
         return lines
 
-    def well(self) -> bool:
+    def survived(self) -> bool:
         """Whether all faults were found, and the run went on from each."""
         return all(o.found >= 0 and o.recovered >= 0 for o in self.outcomes)
 
@@ -494,7 +494,7 @@ def main() -> int:
     table = "\n".join([*chaos.table(), "", f"checkpoint of step {step}: {bits_of}"])
     (args.workdir / "chaos.md").write_text(table + "\n")
     print(table)
-    return 0 if same and chaos.well() and code == PREEMPTED else 1
+    return 0 if same and chaos.survived() and code == PREEMPTED else 1
 
 
 if __name__ == "__main__":

@@ -325,4 +325,4 @@ def test_a_run_hurt_in_every_way_names_each_fault_and_has_the_bits_of_one_left_a
 ):
     found = chaos.Chaos(tmp_path / "chaos", 1, print)
     assert found.run(10) == 75, capsys.readouterr().out
-    assert found.same_bits()[0] and found.well(), found.table()
+    assert found.same_bits()[0] and found.survived(), found.table()

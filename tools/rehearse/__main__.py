@@ -190,10 +190,10 @@ def phases(story: Rehearsal) -> None:
         step = first + round(between * (i + story.random.uniform(0, 0.5)))
         plan.append((step, accident))
     run = chaos.Chaos(story.out / "phases", 0, story.say, PROCESSES, story.training, DEVICES)
-    code = run.through(plan)
+    code = run.run_plan(plan)
     if code:
         raise Failed(f"the run with accidents ended with {code}, in {run.folder / 'hurt.log'}")
-    code = run.calm()
+    code = run.run_calm()
     same = code == 0 and chaos.bits(run.workdir, last) == chaos.bits(run.folder / "calm", last)
     for outcome in run.outcomes:
         story.promise(

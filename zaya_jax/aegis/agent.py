@@ -158,7 +158,7 @@ class Agent:
     def _order(self, node: int, message: list) -> None:
         connection = self.hub.by_index.get(node)
         if node == 0:
-            self._execute(message)
+            self._execute(message)  # but "drop": the leader's own node has no connection to cut
         elif connection and message == ["drop"]:
             self._lost(connection, "without an answer")
         elif connection:

@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 
     name: str  # of the finding
     at: float  # from this on
-    within: float  # seconds, of a counter; looks in a row, of a level
+    within: float  # so many seconds (of a counter), or in so many looks in a row (a level, a state)
     group: str
     action: str
     what: str  # the unit and the source

@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis import machine, watch
+from zaya_jax.aegis.cause import exit_words
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.rank import join_address
 
@@ -165,8 +165,7 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     last = err.decode(errors="replace").strip().rpartition("\n")[2][-TAIL:]
     if code is None:
         return Probed(parts, "hangs", f"no answer for {seconds:.0f} s, {after}. {last}".strip())
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return Probed(parts, "failed", f"{how} {after}: {last}")
+    return Probed(parts, "failed", f"{exit_words(code)} {after}: {last}")
 
 
 def _communicate(probe: subprocess.Popen, seconds: float) -> tuple[int | None, bytes, bytes]:

@@ -162,18 +162,6 @@ class Storage:
         if not self._cancelled.done():
             self._cancelled.set_result(None)
 
-    def _write(self, name: str, content: bytes) -> None:
-        if not self.folder:
-            self._files.pipe_file(f"{self._root}/{name}", content)
-            return
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, content)
-
-    def _unlink(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._root}/{name}")
-
     def attempt[T](self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         """function(*args), tried again while that may help; the error says what could not be
         done."""
@@ -208,6 +196,18 @@ class Storage:
                 self.on_first_failure(f"warning: {why} yet: {reason(failure)}; trying again")
             concurrent.futures.wait([self._cancelled], delay)
         raise AssertionError("the last attempt returns or raises")
+
+    def _write(self, name: str, content: bytes) -> None:
+        if not self.folder:
+            self._files.pipe_file(f"{self._root}/{name}", content)
+            return
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, content)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
 
     def _in_time[T](self, function: Callable[..., T], *args: Any) -> T:
         """The result; TimeoutError when all is cancelled, and for a URL after RESPONSE_TIMEOUT:

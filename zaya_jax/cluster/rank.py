@@ -82,7 +82,7 @@ def find_rank(
     """
     found = {name: value for name, value in (given or {}).items() if value not in (None, "")}
     found |= {n: environ[v] for n, (_, v) in names.items() if n not in found and environ.get(v)}
-    started = dict(found)
+    by_hand = dict(found)  # without what Slurm and Kubernetes say
     if all(name in environ for name in SLURM_STEP):
         tasks, task = environ["SLURM_NTASKS"], environ["SLURM_PROCID"]
         found = {
@@ -114,7 +114,7 @@ def find_rank(
         return None
     called = {name: f"--{flag} ({variable})" for name, (flag, variable) in names.items()}
     if "num_processes" in found and _number(names["num_processes"][0], found["num_processes"]) == 1:
-        if str(started.get("process_id", 0)) != "0":
+        if str(by_hand.get("process_id", 0)) != "0":
             raise UserError(
                 f"{called['process_id']} is {found['process_id']}, but {called['num_processes']}"
                 " is 1"
@@ -141,7 +141,7 @@ def find_rank(
             " from 1 to 65535"
         )
     return Rank(
-        coordinator, count, index, () if "process_id" in started else _slurm_devices(environ)
+        coordinator, count, index, () if "process_id" in by_hand else _slurm_devices(environ)
     )
 
 

@@ -27,7 +27,6 @@ class Summary:
     step: int
     meta: dict[str, Any]
     num_bytes: int  # on the disk
-    num_files: int
     arrays: list[layout.StoredArray]
     chunks: Counter[str]  # by array
     saved: float  # unix seconds of its completion
@@ -48,7 +47,6 @@ def summarise(workdir: str | Path, step: int | None) -> Summary:
         step=source.step,
         meta=source.meta(),
         num_bytes=sum(entry[0] for entry in source.files.values()),
-        num_files=len(source.files) + 1,
         arrays=list(source.arrays.values()),
         chunks=Counter(layout.array_of_file(f) for f in source.files if layout.is_chunk(f)),
         saved=marker.stat().st_mtime,
