@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the coordinator's client has no public name
 
 from zaya_jax.cluster import beats, jax_repairs, leaving
 from zaya_jax.cluster.lifelines import NO_PROCESS, Lifelines, RunEnd
@@ -108,9 +109,7 @@ def _join(rank: Rank) -> None:
 
 def process_index_and_count() -> tuple[int, int]:
     """This process's index and the number of processes, without starting JAX's backend, which takes
-    the devices."""
-    from jax._src import distributed  # JAX's public functions start it
-
+    the devices, as JAX's public functions do."""
     return distributed.global_state.process_id or 0, distributed.global_state.num_processes or 1
 
 
@@ -324,8 +323,6 @@ def _interrupted(number: signal.Signals) -> None:
 
 
 def _client() -> Any:
-    from jax._src import distributed  # JAX has no public name for its coordinator's client
-
     return distributed.global_state.client
 
 
