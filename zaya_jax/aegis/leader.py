@@ -112,13 +112,40 @@ class Leader:
             raise OddMessage
         if kind in OF_A_START and fields.pop(0) != self.decider.start_number:
             return
-        getattr(self, f"_on_{kind}")(node, now, *fields)
+        match kind, *fields:
+            case "ready", port:
+                self._ports[node] = port
+                self.take(facts.Ready(node), now)
+            case "views", views:
+                self._take_views(node, views, now)
+            case "exited", process, code:
+                if self.decider.state == RunState.RUNNING:
+                    # Its last save counts as progress, so the folder is looked at before the end
+                    # is judged.
+                    self._look_for_checkpoint(PROGRESS, now)
+                if self.decider.node_of(process) == node:
+                    self.take(facts.Exited(node, process, code), now)
+            case "finding", finding:
+                self.take(facts.Observed(node, Finding(**finding)), now)
+            case "checked", ticket, findings, port if self._check:
+                self._check.node_answered(node, ticket, findings, port)
+            case "linked", ticket, why if self._check:
+                self._check.link_answered(node, ticket, why)
+            case "stacks", stacks:
+                self._stacks |= {process: (how, line) for process, how, line in stacks}
+                if len(self._stacks) >= self._options.rules.processes * len(self.decider.nodes):
+                    self.take(facts.StacksCollected(self._where_all_are()), now)
+            case "asked", signal_name:
+                # A scheduler tells all agents at once, which is one wish.
+                if node in self._nodes_asked or not self._nodes_asked:
+                    self.take(facts.StopRequested(signal_name), now)
+                self._nodes_asked.add(node)
+            case "slept", seconds:
+                self._hangs.woke(now)
+                if self._check:
+                    self._check.woke(min(seconds, LONGEST_SLEEP))
 
-    def _on_ready(self, node: int, now: float, port: int) -> None:
-        self._ports[node] = port
-        self.take(facts.Ready(node), now)
-
-    def _on_views(self, node: int, now: float, fields: list) -> None:
+    def _take_views(self, node: int, fields: list, now: float) -> None:
         views = [View(*view) for view in fields if self.decider.node_of(view[0]) == node]
         self._hangs.take_views(node, views, now)
         for view in views:
@@ -131,40 +158,6 @@ class Leader:
         if step >= 0 and step != self._step_reported:
             self._step_reported = step
             self.take(facts.Stepped(step), now)
-
-    def _on_exited(self, node: int, now: float, process: int, code: int) -> None:
-        if self.decider.state == RunState.RUNNING:
-            # Its last save counts as progress, so the folder is looked at before the end is judged.
-            self._look_for_checkpoint(PROGRESS, now)
-        if self.decider.node_of(process) == node:
-            self.take(facts.Exited(node, process, code), now)
-
-    def _on_finding(self, node: int, now: float, finding: dict[str, Any]) -> None:
-        self.take(facts.Observed(node, Finding(**finding)), now)
-
-    def _on_checked(self, node: int, now: float, *fields: Any) -> None:
-        if self._check:
-            self._check.node_answered(node, *fields)
-
-    def _on_linked(self, node: int, now: float, *fields: Any) -> None:
-        if self._check:
-            self._check.link_answered(node, *fields)
-
-    def _on_stacks(self, node: int, now: float, stacks: list) -> None:
-        self._stacks |= {process: (how, line) for process, how, line in stacks}
-        if len(self._stacks) >= self._options.rules.processes * len(self.decider.nodes):
-            self.take(facts.StacksCollected(self._where_all_are()), now)
-
-    def _on_asked(self, node: int, now: float, signal_name: str) -> None:
-        # A scheduler tells all agents at once, which is one wish.
-        if node in self._nodes_asked or not self._nodes_asked:
-            self.take(facts.StopRequested(signal_name), now)
-        self._nodes_asked.add(node)
-
-    def _on_slept(self, node: int, now: float, seconds: float) -> None:
-        self._hangs.woke(now)
-        if self._check:
-            self._check.woke(min(seconds, LONGEST_SLEEP))
 
     def poll(self, now: float) -> None:
         """Looks for progress, for hanging processes and for slow ones."""

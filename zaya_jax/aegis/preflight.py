@@ -241,9 +241,10 @@ class NodeCheck:
             self._links[pair] = self._links.get(pair) or why
 
     def _answers(self, node: int, ticket: int) -> bool:
-        expected = ticket == self._ticket and node in self._waiting
-        self._waiting -= {node} if expected else set()
-        return expected
+        if ticket != self._ticket or node not in self._waiting:
+            return False
+        self._waiting.remove(node)
+        return True
 
     def woke(self, seconds: float) -> None:
         """An agent stood still for so long: an answer is not late by that."""
