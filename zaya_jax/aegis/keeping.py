@@ -36,7 +36,8 @@ class _Worker(abc.ABC):
 
     def __init__(self, name: str, most: int):
         self._most, self.lost = most, 0
-        self._put_in, self._taken_out = 0, 0  # each is counted by one thread alone
+        self._put_in, self._taken_out = 0, 0
+        self._lock = threading.Lock()  # of _put_in; _taken_out is the worker's alone
         self._queue: queue.Queue[tuple[Any, int] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -47,10 +48,11 @@ class _Worker(abc.ABC):
         self._thread.join(seconds)
 
     def _put(self, item: Any, size: int) -> None:
-        if self._put_in - self._taken_out + size > self._most:
-            self.lost += size
-            return
-        self._put_in += size
+        with self._lock:
+            if self._put_in - self._taken_out + size > self._most:
+                self.lost += size
+                return
+            self._put_in += size
         self._queue.put((item, size))
 
     def _run(self) -> None:
@@ -159,7 +161,8 @@ class Hook(_Worker):
     def close(self, seconds: float = SECONDS) -> None:
         super().close(seconds)
         if self.failed or self.lost:
-            self._say(f"aegis: --command failed at {self.failed} events and missed {self.lost}")
+            missed = f"{self.lost} more came too fast for it"
+            self._say(f"aegis: --command failed at {self.failed} events, and {missed}")
 
     def _do(self, item: events.RunEvent) -> None:
         words = {
