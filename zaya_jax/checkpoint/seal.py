@@ -92,7 +92,7 @@ def damage_in(content: bytes, entry: list[int]) -> str | None:
 
 def damage_in_file(path: Path, entry: list[int]) -> str | None:
     """The same of a file on the disk, without the memory of all of it."""
-    with path.open("rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:
         blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
         return _damage_in(blocks, os.fstat(file.fileno()).st_size, entry)
 
