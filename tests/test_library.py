@@ -115,6 +115,8 @@ def test_a_second_model_is_made_without_compiling():
     assert functions._fresh.cache_info().misses == made
     a, b, c = (np.asarray(m.params["embed"]["embedding"]) for m in (first, again, other))
     assert (a == b).all() and (a != c).any()
+    of_the_config = zj.create(model | {"run": {"seed": 3}, "data": {"seq_len": 16}})
+    assert (a == np.asarray(of_the_config.params["embed"]["embedding"])).all()
 
 
 @pytest.fixture

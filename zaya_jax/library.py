@@ -473,7 +473,7 @@ class LanguageModel:
 
 def create(
     config: AnyConfig,
-    seed: int = 0,
+    seed: int | None = None,
     *,
     mesh: Mapping[str, Any] | None = None,
     layer: type[nnx.Module] | str | None = None,
@@ -482,14 +482,16 @@ def create(
     """A model with fresh weights, the same as a run of this config and seed begins with.
 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of
-    experiments/configs. `layer` and `router`: subclasses of `zj.Layer` and `zj.Router` in the place
-    of these, or their names, "MODULE:CLASS" (docs/howto/own_layer.md).
+    experiments/configs. `seed` is by default its `run.seed`. `layer` and `router`: subclasses of
+    `zj.Layer` and `zj.Router` in the place of these, or their names, "MODULE:CLASS"
+    (docs/howto/own_layer.md).
 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
     """
     host.keep_compiled()
     settings = arguments.config_of(config)
+    seed = settings.run.seed if seed is None else seed
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
