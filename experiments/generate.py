@@ -115,6 +115,9 @@ def main() -> int:
 
     # Made here, so that wrong options are refused before the model is read.
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    if sampling.unused:
+        print(f"note: {sampling.unused}", file=sys.stderr, flush=True)
+        sampling = Sampling()
     texts = [read_prompt(args.prompt_file)] if args.prompt_file else args.prompt or [""]
     if args.system and not args.chat:
         raise UserError("--system applies to a conversation; give --chat or omit it")
@@ -125,6 +128,8 @@ def main() -> int:
         raise UserError("--stop= is empty; give a text or omit it")
     host.keep_compiled()
     model = library.load(args.model, mesh=args.mesh, **cli.own_parts(args))
+    if args.mesh and tree.cache_over(model.mesh).mesh is None:
+        print("note: --mesh has no effect without context=N of at least 2", file=sys.stderr)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer, so it cannot generate text")

@@ -396,6 +396,8 @@ def test_it_continues_whatever_it_is_given(model, ids):
     seed = np.int64(7)  # as of an array
     several = model.generate("ab", 4, temperature=1.0, samples=2, seed=seed)
     assert several == model.generate(iter(["ab", "ab"]), 4, temperature=1.0, seed=[7, 8])
+    with pytest.warns(UserWarning, match=r"^top_p=0.5 without effect: temperature=0"):
+        assert model.generate("ab", 9, top_p=0.5) == whole
     talk = [{"role": "user", "content": "hi"}]
     answers = model.generate([talk, talk], 5)
     assert answers == ["".join(model.stream(talk, 5))] * 2

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -340,11 +341,14 @@ class LanguageModel:
         >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
         [1, 1]
         """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        if sampling.unused:
+            warnings.warn(sampling.unused, stacklevel=2)
         return decode.Continuation(
             self._decoder(),
             prompts,
             num_tokens,
-            sampling=Sampling(temperature, top_k, top_p, min_p),
+            sampling=sampling,
             seeds=seed,
             ends=ends,
             mask=mask,

@@ -110,6 +110,18 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
     assert heard == [("attention",)] * 6
 
 
+def test_options_without_effect_are_named(run, workdir):
+    options = (f"--model={workdir}", "--prompt=abc", "--num_tokens=4")
+    plain = run(*options)
+    for more, says in (
+        (["--top_p=0.5", "--min_p=0.1"], "top_p=0.5, min_p=0.1 without effect: temperature=0"),
+        (["--mesh=data=8"], "--mesh has no effect without context=N"),
+    ):
+        code, out, err = run(*options, *more)
+        assert (code, out) == plain[:2] and err.count("note: ") == 1 and f"note: {says}" in err
+    assert "note: " not in run(*options, "--top_p=0.5", "--temperature=1", "--mesh=context=2")[2]
+
+
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
     options = (

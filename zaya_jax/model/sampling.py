@@ -58,6 +58,15 @@ class Sampling:
             )
 
     @property
+    def unused(self) -> str:
+        """Says which limits have no effect, where the likeliest token is taken; "" without any."""
+        limits = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        given = [f"{name}={x}" for name, x in limits.items() if x != getattr(Sampling, name)]
+        if self.temperature or not given:
+            return ""
+        return f"{', '.join(given)} without effect: temperature=0 takes the likeliest token"
+
+    @property
     def variant(self) -> str:
         """The variant of the program: "greedy", "plain", or "truncated" if tokens may be excluded."""
         if self.temperature == 0:
