@@ -49,8 +49,9 @@ def main() -> int:
             help="config with the model and batch to size; zaya1_base",
         )
         add("--chip", choices=chips.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
+        count = f"devices for the rules; these, on a CPU {DEVICES}"
         # fmt: off
-        add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
+        add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=count)
         add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
         # fmt: on
     storage_options(

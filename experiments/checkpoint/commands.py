@@ -157,10 +157,17 @@ def to_hf(args: Any) -> int:
         tuple(args.datasets),
         args.base_model,
     )
-    if args.adapters and args.quantize:
-        raise UserError(
-            "--quantize stores the experts of a whole model, which --adapters leaves out; give one"
-        )
+    of_whole_models = {
+        "quantize": args.quantize,
+        "dtype": args.dtype,
+        "shard_gb": args.shard_gb != exchange.SHARD_GB,
+    }
+    for name, given in of_whole_models.items():
+        if args.adapters and given:
+            raise UserError(
+                f"--{name} is about the weights of a whole model, which --adapters leaves out; its"
+                " updates are float32, in one file; give one of the two"
+            )
     if args.adapters:
         made = adapters.to_peft(args.model, args.out, publication)
     else:

@@ -33,12 +33,7 @@ def parser() -> cli.Parser:
         help="examples before each question of a task",
     )
     add("--context", type=whole, metavar="N", help="tokens of a window; by default the run's own")
-    add(
-        "--text_field",
-        default="text",
-        metavar="NAME",
-        help="field with the text in JSONL and Parquet; text",
-    )
+    add("--text_field", metavar="NAME", help="field with the text in JSONL and Parquet; text")
     add(
         "--bos",
         action="store_true",
@@ -82,13 +77,7 @@ def parser() -> cli.Parser:
         metavar="AXIS=N,...",
         help="such as data=2,expert=4; by default one device",
     )
-    add(
-        "--seed",
-        type=cli.number(int, 0, 2**31 - 1),
-        default=0,
-        metavar="N",
-        help="for tasks that sample; 0",
-    )
+    add("--seed", type=cli.number(int, 0, 2**31 - 1), metavar="N", help="for tasks that sample; 0")
     return options
 
 

@@ -51,9 +51,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--tasks={args.tasks} has no names; give task names separated by commas")
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include_path={args.include_path} is not a folder")
+    if args.text_field is not None and not args.data:
+        raise UserError("--text_field applies to files of --data; give these or omit it")
+    if args.context and tasks and not args.data:
+        raise UserError("--context applies to windows of --data; give that or omit it")
     if tasks:
         harness.require()
-    for name in ("include_path", "num_fewshot", "bos", *CHAT_OPTIONS):
+    for name in ("include_path", "num_fewshot", "bos", "seed", *CHAT_OPTIONS):
         if not tasks and getattr(args, name) is not None:
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
     check_names(args.data or [])
@@ -107,7 +111,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
             num_fewshot=args.num_fewshot,
             add_bos_token=args.bos,
             tokens=args.tokens,
-            seed=args.seed,
+            seed=args.seed or 0,
             **chat_options(args),
         )
     result = {
@@ -206,7 +210,8 @@ def sources(
     assert model.tokenizer is not None
     tokenizer = model.tokenizer
     for path in args.data or []:
-        yield path, texts.documents(path, tokenizer, args.text_field, args.limit, skipped.append)
+        field = args.text_field or "text"
+        yield path, texts.documents(path, tokenizer, field, args.limit, skipped.append)
     if not args.data and not tasks:
         _require_its_data(model)
         for path in mix.plan_sources(model.config)[0]:

@@ -16,7 +16,7 @@ import re
 import sys
 
 from zaya_jax import cli
-from zaya_jax.config import fields, shown
+from zaya_jax.config import UserError, fields, shown
 
 
 def main() -> int:
@@ -29,6 +29,8 @@ def main() -> int:
         fields.check_path("--input", pattern, addresses=True)
     from experiments.prepare_data import make  # not above: its imports take longer than --help may
 
+    if args.verify and (args.input or args.out):
+        raise UserError("--verify prepares nothing; give --input and --out in a command before it")
     return make.verify(args.verify) if args.verify else make.run_preparation(args)
 
 

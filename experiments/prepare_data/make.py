@@ -48,6 +48,8 @@ def run_preparation(args: argparse.Namespace) -> int:
         print(f"{part_name} is done. When all parts are done, run the same command without --part.")
     else:
         print_summary(manifest, args.out)
+        if args.context and not manifest["trim"]:
+            print(f"note      --context={args.context} trims chats, and the input has none")
     return 0
 
 

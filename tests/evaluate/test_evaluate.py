@@ -94,6 +94,9 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--data={data}/empty.txt"], r"empty\.txt has no token to predict"),
         (["--data=all", "--data={data}"], "has the name of the common row; write --data=./all"),
         (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
+        (["--seed=3", "--data={data}"], "--seed applies to tasks; give --tasks or omit it"),
+        (["--text_field=body"], "--text_field applies to files of --data"),
+        (["--context=8", "--tasks=arc_easy"], "--context applies to windows of --data"),
     ],
 )
 def test_wrong_options_are_one_line_and_nothing_is_written(

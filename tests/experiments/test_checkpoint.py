@@ -56,6 +56,10 @@ REFUSED = {
         f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb="
         for bad in ("nan", "inf", "-1")
     },
+    **{
+        f"to_hf --model=RUN --out=NEW --adapters --{option}": "--adapters leaves out"
+        for option in ("dtype=bfloat16", "shard_gb=1", "quantize=fp8")
+    },
     "to_hf --model=RUN@7 --out=NEW": "no checkpoint of step 7",
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",

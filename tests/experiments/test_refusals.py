@@ -119,6 +119,7 @@ def ended(here, called):
                 ["--input=text.txt", "--out=prepared"],
                 ["--verify=texts"],
                 ["--verify=nowhere"],
+                ["--verify=prepared", "--input=texts"],
                 *([*PREPARE, f"--held_out={x}"] for x in ("nan", "0.51")),
             )
         ),

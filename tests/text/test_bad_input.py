@@ -17,6 +17,7 @@ import pytest
 from data_helpers import here, jsonl, texts_of, zstd
 from refusals import check_refused, refusal
 
+from experiments.prepare_data import __main__ as prepare_data
 from experiments.prepare_data import make
 from zaya_jax.data import prepared_store
 from zaya_jax.data.prepared_store import PreparedStore
@@ -303,6 +304,16 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
     assert sum(t["documents"] for t in manifest["totals"].values()) == 202
     assert prepared_store.verify(str(tmp_path / "out")) == []
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_context_that_trims_nothing_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.setattr("sys.argv", ["", "--input=text.txt", "--out=out", "--context=64"])
+    monkeypatch.chdir(tmp_path)
+    assert prepare_data.main() == 0
+    out = capsys.readouterr().out
+    assert "note      --context=64 trims chats, and the input has none" in out
 
 
 @pytest.mark.usefixtures("in_process")
