@@ -234,6 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
     def request(devices: int) -> dict[str, Any]:
         asked = kernels.tuning_request(run_config, devices)
         wanted = options.operators or asked["operators"]
+        for name in sorted({*wanted} - {*asked["operators"]}):
+            print(f"note: {name} is not tried: a step of this config does not have it", flush=True)
         return asked | {"operators": [name for name in asked["operators"] if name in wanted]}
 
     try:

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
             " the run before."
         )
     notes += dict.fromkeys(sizing.describe(phase.case.config, cluster.chip) for phase in phases)
+    if own := config.model.layer or config.model.router:
+        notes.append(f"Planned as the usual layer and router, which {own} may cost more than.")
     result = {
         "config": config.name,
         "cluster": args.cluster,

@@ -155,6 +155,18 @@ def test_what_is_compared_has_the_runs_options():
     assert (cut["length"], cut["whole"]) == (8, 16) and "cca_mix" not in cut["operators"]
 
 
+def test_an_operator_that_a_step_does_not_have_is_named(monkeypatch, capsys):
+    def ask(request, **options):
+        raise RuntimeError(f"asked for {request(1)['operators']}")
+
+    monkeypatch.setattr(tune, "measure", ask)
+    given = ["--config=experiments/configs/tiny.py", "--operators", "attention", "linear_attention"]
+    assert tune.main(given) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("note: linear_attention is not tried: ") and out.count("note: ") == 1
+    assert "asked for ['attention']" in err
+
+
 def test_without_a_gpu_it_says_so_and_a_process_that_cannot_start_is_named(capsys):
     assert tune.main(["--config=experiments/configs/tiny.py"]) == 2
     assert "error: no GPU is here; python -m benchmarks.kernels" in capsys.readouterr().err

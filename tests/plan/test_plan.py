@@ -240,6 +240,7 @@ def plan(*options: str) -> subprocess.CompletedProcess:
 
 def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
     few = ("--config.model.num_hidden_layers=2", "--config.run.num_steps=99")
+    few += ("--config.model.layer=zaya_jax.model.layer:Layer", "--config.run.beta=0.3")
     done = plan("--devices=16", "--at_once=1", f"--out={tmp_path}", *few)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -254,6 +255,8 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
     text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
     assert "Where the step goes" in text and text in done.stdout
     assert "is of all 838,044 steps; config.run.num_steps=99 ends the run before" in text
+    assert "which zaya_jax.model.layer:Layer may cost more than" in text
+    assert "config.run.beta=0.3 has no effect: run.preference is none" in text
     assert "What is assumed" in page and "Memory where it is highest" in page
 
 

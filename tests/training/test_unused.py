@@ -4,7 +4,8 @@ import jax
 import pytest
 import tiny_runs
 
-from zaya_jax import config
+import zaya_jax as zj
+from zaya_jax import cli, config
 from zaya_jax.config import Mesh, Phase
 from zaya_jax.training import start, unused
 
@@ -131,6 +132,14 @@ def test_shipped_configs_set_nothing_in_vain(name):
         said = unused.notes(config.read_config(f"experiments/configs/{name}.py"))
         # those of `tiny`, which it starts from
         assert [line for line in said if "config.data.seq_len=256" not in line] == []
+
+
+def test_weights_that_are_there_are_said_to_come_before_init_from(tmp_path, capsys):
+    keys = {"data.path": tiny_runs.write_corpus(tmp_path / "text"), "run.num_steps": 1}
+    saved = zj.create(tiny_runs.settings(**keys)).save(tmp_path / "run")
+    assert tiny_runs.train(saved, **keys, **{"run.init_from": "elsewhere"}) == cli.DONE
+    note = "note: config.run.init_from=elsewhere has no effect: the run begins with the weights in"
+    assert f"{note} {saved}/checkpoints/0" in capsys.readouterr().out
 
 
 def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):

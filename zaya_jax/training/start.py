@@ -180,6 +180,11 @@ def first_state(
         _say_what_differs(source, planned)
     elif kind == "imported":  # weights and biases, no optimizer yet
         source = SealedSource(store.root / "0")
+        if run.init_from and not run.takes_pairs:  # which are compared with its answers
+            say(
+                f"note: config.run.init_from={run.init_from} has no effect: the run begins with the"
+                f" weights in {store.root / '0'}"
+            )
         state = snapshots.with_weights_of(_initial_state(planned), source.restore)
     else:
         state = _initial_state(planned)
