@@ -223,6 +223,16 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
         assert {"web", "code"} == {name for batch in batches for name in names(batch)}
 
 
+def test_a_source_without_a_held_out_window_is_named(directories, make_config, caplog):
+    sources = tuple(f"{directory}=1" for directory in directories)
+    assert windows.eval_batches(make_config(mixture=sources, windows=2), TOK, damaged=set())
+    assert not caplog.messages
+    assert windows.eval_batches(make_config(mixture=sources, windows=1), TOK, damaged=set())
+    assert caplog.messages == [
+        f"{directories[0]} gives no held-out window: eval.windows=1 are fewer than the 2 sources"
+    ]
+
+
 def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
     directories, prepare_text, tmp_path
 ):

@@ -9,6 +9,7 @@ other files are text.
 
 import dataclasses
 import hashlib
+import logging
 import os
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from zaya_jax.data.stores import (
 from zaya_jax.text import chat_template, inputs, memory_chats, text_files
 from zaya_jax.text.token_block import encode_texts
 from zaya_jax.text.tokenizers import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def eval_batches(
@@ -69,6 +72,13 @@ def spread_windows(
         packing = "best_fit" if config.data.chats else "concat"
         rows = layout.layout_of(store, config.data.seq_len, packing)
         first, stop = (config.eval.windows * index // len(stores) for index in (k, k + 1))
+        if config.eval.windows and first == stop:
+            _log.warning(
+                "%s gives no held-out window: eval.windows=%d are fewer than the %d sources",
+                store.name,
+                config.eval.windows,
+                len(stores),
+            )
         count = min(stop - first, rows.num_rows)
         windows += [(store, rows.spans(n * rows.num_rows // count)) for n in range(count)]
     ours = local_rows(batch_rows, process)
