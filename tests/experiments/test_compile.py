@@ -102,8 +102,10 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
 @pytest.mark.slow
 def test_what_it_writes_adds_up(small, tmp_path):
     out = tmp_path / "out"
-    done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}")
+    unused = "--config.run.beta=0.3"
+    done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}", unused)
     assert done.returncode == 0, done.stderr
+    assert "config.run.beta=0.3 has no effect: run.preference is none" in done.stdout
     assert "two: the same program as 'one'" in done.stdout
     one, two = json.loads((out / "compile.json").read_text())["phases"]
     assert (one["sequences"], one["micro_batches"], one["tokens_per_device"]) == (4, 2, 64)

@@ -183,6 +183,7 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
 def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
     command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
+    command.append("--config.data.seq_len=8192")
     environ = {
         "PYTHONPATH": str(multiprocess_runs.ROOT),
         "JAX_PLATFORMS": "none",
@@ -198,6 +199,7 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     assert all(segment.phase.name in done.stdout for segment in plan.segments)
     assert "0.0006 to 0.0002, cosine" in done.stdout
     assert "it has no jump at a border between phases" in done.stdout
+    assert "note: config.data.seq_len=8192 has no effect: each of schedule" in done.stdout
 
 
 def test_each_phase_of_the_full_size_recipe_fits_1024_devices_at_once():

@@ -56,6 +56,7 @@ CASES = [
     ),
     ("model.intermediate_size", 64, {}, "model.model_type is not dense", DENSE),
     ("model.sliding_window", 4, {}, "is hybrid_sliding", SLIDING),
+    ("model.sliding_window", 4, {}, "is hybrid_sliding", OWN_LAYER),
     ("balance.lr", 0.1, {"balance.enabled": False}, "balance.enabled is False", {}),
     ("precision.matmul", "highest", {"precision.compute": "bfloat16"}, "bfloat16", FLOAT32),
     ("guard.spike_deviations", 9.0, {"guard.spike_steps": 0}, "guard.spike_steps is 0", {}),
@@ -146,6 +147,7 @@ def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):
     text = tiny_runs.write_corpus(tmp_path / "text")
     keys = {"data.path": text, "run.num_steps": 4, "run.beta": 0.3}
     keys |= {"mesh.fsdp": True, "mesh.ring": True, "log.profile": "9:2"}
+    keys |= {"optim.rows": ("layers/share=adamw",)}
     settings = tiny_runs.settings(**keys)
     recipe, tokenizer = start.load_recipe(settings, tmp_path / "run")
     said = [x for x in start.plan_start(0, recipe, tokenizer).notes if "no effect" in x]
@@ -153,5 +155,6 @@ def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):
     assert said == [
         "note: config.run.beta=0.3 has no effect: run.preference is none",
         "note: config.mesh.ring=True has no effect: the axis that it is about has one device here",
+        "note: config.optim.rows=('layers/share=adamw',) has no effect: no weight has such a path",
         "note: config.log.profile=9:2 has no effect: this start has steps 1 to 4",
     ]

@@ -102,7 +102,9 @@ def plan_start(reached: int, recipe: Recipe, tokenizer: tokenizers.Tokenizer) ->
         state,
         tokenizer,
         stream,
-        notes + unused.notes_of_start(recipe, placed, reached) + stream.batches.notes,
+        notes
+        + unused.notes_of_start(recipe, placed, setup.optimizer.rules, reached)
+        + stream.batches.notes,
     )
 
 

@@ -7,11 +7,12 @@ are left out.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, fields, shown
+from zaya_jax.optim.chain import WeightRule
 from zaya_jax.training.recipe import PlacedPhase, Recipe
 
 
@@ -68,6 +69,7 @@ TABLE = (
         "optim.name is adamw",
         lambda c: c.optim.name == "adamw",
     ),
+    # A layer of one's own may read any key of the model.
     Unused(
         (
             "model.moe_intermediate_size",
@@ -81,17 +83,17 @@ TABLE = (
             "balance.dead_after",
         ),
         "model.model_type is dense",
-        lambda c: c.model.model_type == "dense",
+        lambda c: c.model.model_type == "dense" and not c.model.layer,
     ),
     Unused(
         ("model.intermediate_size",),
         "model.model_type is not dense",
-        lambda c: c.model.model_type != "dense",
+        lambda c: c.model.model_type != "dense" and not c.model.layer,
     ),
     Unused(
         ("model.sliding_window",),
         "none of model.layer_types is hybrid_sliding",
-        lambda c: "hybrid_sliding" not in c.model.kinds,
+        lambda c: "hybrid_sliding" not in c.model.kinds and not c.model.layer,
     ),
     Unused(
         ("balance.lr", "balance.b1", "balance.b2"),
@@ -163,14 +165,21 @@ def notes(config: Config) -> list[str]:
     return [_sentence(named, because) for because, named in found.items() if named]
 
 
-def notes_of_start(recipe: Recipe, placed: PlacedPhase, reached: int) -> list[str]:
-    """`notes`, and lines on what has no effect in a start after step `reached`, on these devices."""
+def notes_of_start(
+    recipe: Recipe, placed: PlacedPhase, rules: Mapping[str, WeightRule], reached: int
+) -> list[str]:
+    """`notes`, and lines on what has no effect in a start after step `reached`, on these devices,
+    with these rules of weights."""
     lines, mesh, profile = notes(recipe.config), placed.config.mesh, recipe.config.log.profile
     asked = [name for name in ("fsdp", "tsp", "ring", "across") if getattr(mesh, name)]
     switches = [name for name in asked if not getattr(placed.spread, name)]
     if switches:
         named = [f"{placed.key('mesh')}.{name}=True" for name in switches]
         lines.append(_sentence(named, "the axis that it is about has one device here"))
+    patterns = {rule.pattern for rule in rules.values()}
+    rows = [row for row in recipe.config.optim.rows if row.rpartition("=")[0] not in patterns]
+    if rows:
+        lines.append(_sentence([f"config.optim.rows={tuple(rows)}"], "no weight has such a path"))
     if profile and not reached < int(profile.partition(":")[0]) <= recipe.last_step:
         steps = f"this start has steps {reached + 1} to {recipe.last_step}"
         lines.append(_sentence([f"config.log.profile={profile}"], steps))
