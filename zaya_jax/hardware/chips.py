@@ -14,7 +14,7 @@ class DataSheet:
     # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
     peaks: Mapping[str, float]
     bandwidth: float  # of HBM, bytes/s
-    measured: float  # the same where a measurement was published
+    measured_bandwidth: float  # as published for a program; the data sheet's where nothing was
     tile: int  # side of the tile that large products are computed in
 
 

@@ -44,10 +44,10 @@ class Rule(NamedTuple):
     """A value that depends on the machine; `asked` is what it is asked about: a phase's config, of
     "fabric" a number of devices."""
 
-    needs: str  # the parts of `experiments.characterize` that measure it; "" where none does
-    follows: Callable[["Measured", Any], Any]  # from figures; None where they do not have it
     published: Callable[[str, Any], Any]  # for a name in chips.CHIPS; None where nothing is known
     source: str  # of the published value
+    # from figures; None where they do not have it
+    measured: Callable[["Measured", Any], Any] = lambda *_: None
     shown: str = ""  # in a run's line; "" where it judges sizes alone
 
 
@@ -90,7 +90,7 @@ def _rows(chip: str, config: Config) -> int | None:
     if chip not in chips.CHIPS:
         return None
     sheet = chips.CHIPS[chip]
-    return math.ceil(sheet.peaks[config.precision.compute] / sheet.measured)
+    return math.ceil(sheet.peaks[config.precision.compute] / sheet.measured_bandwidth)
 
 
 def _links(chip: str, count: int) -> float:
@@ -101,58 +101,40 @@ def _links(chip: str, count: int) -> float:
 
 
 RULES = {
-    "multiple of 64": Rule("", lambda *_: None, lambda *_: LOADED, CODESIGN),
-    "tile": Rule(
-        "",
-        lambda *_: None,
-        lambda chip, _: chips.CHIPS[chip].tile,
-        "large tiles of hipBLASLt and cuBLAS",
-    ),
-    "head_dim": Rule("", lambda *_: None, lambda *_: LOADED, ZAYA1),
+    "multiple of 64": Rule(lambda *_: LOADED, CODESIGN),
+    "tile": Rule(lambda chip, _: chips.CHIPS[chip].tile, "large tiles of hipBLASLt and cuBLAS"),
+    "head_dim": Rule(lambda *_: LOADED, ZAYA1),
     "tokens per expert": Rule(
-        "matmul",
-        lambda figures, _: figures.rows_knee(),
-        _rows,
-        "peak over memory bandwidth",
-        " {:,}",
+        _rows, "peak over memory bandwidth", lambda figures, _: figures.rows_knee(), " {:,}"
     ),
     "product": Rule(
-        "matmul",
-        lambda figures, _: figures.product_knee(),
         lambda chip, _: 200 if chip == "mi300x" else None,
         f"{ZAYA1}: some 200 GFLOP reach the peak",
+        lambda figures, _: figures.product_knee(),
         " {:,.3g} GFLOP",
     ),
-    "fabric": Rule("collectives", _part_of_node, _links, f"{ZAYA1}: n devices have n - 1 links"),
+    "fabric": Rule(_links, f"{ZAYA1}: n devices have n - 1 links", _part_of_node),
     # Over Pollara's Ethernet a call must be large before it comes near 400 Gb/s a GPU, and RCCL's
     # start-up grows with the number of nodes: XLA's 30 MiB leave both on the table. InfiniBand and
     # NVLink are near their rate earlier; smaller groups can start earlier.
     "fusion buffers": Rule(
-        "collectives",
-        # arrays that travel together also lie in memory together
-        lambda figures, _: min(figures.nearly_best(COMBINED) or 0, 1024 * MIB) or None,
         lambda chip, _: 256 * MIB if chip in MESHED else 128 * MIB,
         "our choice, not measured",
+        # arrays that travel together also lie in memory together
+        lambda figures, _: min(figures.nearly_best(COMBINED) or 0, 1024 * MIB) or None,
         " {:,} bytes",
     ),
     # Of a layer's gradient. While a ring's step inside a node begins, its links carry so many.
     "two levels": Rule(
-        "collectives",
-        _two_levels,
         lambda *_: 164_000,
         "RCCL's 2.1 us for gfx942, at 0.7 of 448 GB/s",
+        _two_levels,
         " under {:,} numbers a device",
     ),
     "mesh.across": Rule(
-        "collectives",
-        _across,
-        lambda _, config: config.mesh.across,
-        "our choice, not measured",
-        "={}",
+        lambda _, config: config.mesh.across, "our choice, not measured", _across, "={}"
     ),
-    "mesh.ring": Rule(
-        "collectives, memory", _ring, lambda _, config: config.mesh.ring, f"{ZAYA1} gathers", "={}"
-    ),
+    "mesh.ring": Rule(lambda _, config: config.mesh.ring, f"{ZAYA1} gathers", _ring, "={}"),
 }
 
 
@@ -161,13 +143,13 @@ class Value(NamedTuple):
 
     value: Any
     source: str
-    measured: bool
+    is_measured: bool
 
 
 def value(rule: str, chip: str = "", figures: "Measured | None" = None, asked: Any = None) -> Value:
     """By these figures where they have it, otherwise as published for the chip."""
     row = RULES[rule]
-    if figures and (measured := row.follows(figures, asked)) is not None:
+    if figures and (measured := row.measured(figures, asked)) is not None:
         return Value(measured, f"measured, {figures.date[:10]}", True)
     return Value(row.published(chip, asked), row.source, False)
 
@@ -217,8 +199,8 @@ def _switched(config: Config, switch: str, figures: "Measured") -> Config:
 
 
 def describe(config: Config, kind: str) -> str:
-    """Which of a settled phase's settings follow from figures, and which from published ones; ""
-    where there are neither."""
+    """Which of a phase's settings follow from measured figures, and which from published ones; ""
+    where there are neither. The config is one that `settled` gave."""
     figures, chip = figures_at(config.hardware.figures, kind), chips.named(kind) or ""
     if not figures and not chip:
         return ""
@@ -227,7 +209,7 @@ def describe(config: Config, kind: str) -> str:
         if row.shown and (config.mesh.context > 1 or not name.startswith("mesh.")):
             setting = value(name, chip, figures, config)
             if setting.value is not None:
-                settings[setting.measured].append(name + row.shown.format(setting.value))
+                settings[setting.is_measured].append(name + row.shown.format(setting.value))
     measured, published = ", ".join(settings[True]), ", ".join(settings[False]) or "nothing"
     if not figures:
         return f"settings by published figures (config.hardware.figures is not given): {published}"
