@@ -184,17 +184,14 @@ class StepCase:
 @functools.lru_cache(maxsize=1024)
 def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[str, int], ...]:
     """Each weight's path and how many of its numbers a device holds."""
-    shapes = zaya.abstract(model, precision)
-    specs = sharding.param_specs(model, precision, spread)
+    weights = jax.tree_util.tree_leaves_with_path(zaya.abstract(model, precision))
+    specs = jax.tree.leaves(sharding.param_specs(model, precision, spread))
     numel = []
-
-    def count(path, x, spec):
+    for (path, x), spec in zip(weights, specs, strict=True):
         number = math.prod(x.shape)
         for axis in jax.tree.leaves(tuple(spec)):  # of some dims, several
             number //= getattr(spread, axis)
         numel.append(("/".join(key.key for key in path), number))
-
-    jax.tree_util.tree_map_with_path(count, shapes, specs)
     return tuple(numel)
 
 

@@ -79,13 +79,14 @@ def _early_gradient_sums(case: StepCase) -> Iterator[Flow]:
     """The sums of gradients that leave with their layer: the compiler makes one of a layer's, or
     one for each level."""
     ways = list(case.early_buckets.values())
+    if not ways:
+        return
+    first = ways[0]  # all have its axes and levels
     left = sum(4.0 * way.layers * way.padded for way in ways)
-    for groups in ways[0].levels if ways else ():
+    for groups in first.levels:
         group = tuple(groups[0].tolist()) if len(groups) > 1 else ()
         wire = left * (1 - 1 / groups.shape[1])
-        yield Flow(
-            PREFETCH, "reduce-scatter", wire, ways[0].bucket.replica_axes, ways[0].layers, group
-        )
+        yield Flow(PREFETCH, "reduce-scatter", wire, first.bucket.replica_axes, first.layers, group)
         left -= wire
 
 
@@ -125,27 +126,27 @@ def _layers(case: StepCase) -> Iterator[Flow]:
         keys_and_values = 2 * arrays["v2"] * others
         passes = (layers - linear) * (2 + again)
         if spread.ring:
-            yield _flow(PREFETCH, "neighbour", passes, keys_and_values, axes)
+            yield _flow(PREFETCH, "neighbour", keys_and_values, axes, passes)
         else:
-            yield _flow(BLOCKING, "all-gather", passes, keys_and_values, axes)
+            yield _flow(BLOCKING, "all-gather", keys_and_values, axes, passes)
         states = case.sequences_per_device * model.num_key_value_heads
         state4 = 4.0 * states * model.head_dim * (model.head_dim + 1) * others
-        yield _flow(BLOCKING, "all-gather", 2 * linear, state4, axes)
+        yield _flow(BLOCKING, "all-gather", state4, axes, 2 * linear)
         # Two columns of the stream, from the part before.
         edge = 2.0 * case.sequences_per_device * number * model.hidden_size
-        yield _flow(BLOCKING, "neighbour", 4 * layers, edge, axes)
+        yield _flow(BLOCKING, "neighbour", edge, axes, 4 * layers)
     if spread.head_shards > 1:
         cut = (spread.head_shards - 1) / spread.head_shards
         # a sum after each block, forward and backward
         yield _flow(
-            BLOCKING, "all-reduce", (4 + again) * layers, 2 * arrays["x2"] * cut, ("tensor",)
+            BLOCKING, "all-reduce", 2 * arrays["x2"] * cut, ("tensor",), (4 + again) * layers
         )
     if spread.expert_axes and model.model_type == "zaya":
         group = math.prod(case.axes[axis] for axis in spread.expert_axes)
         rows = dispatch.slot_rows(case.tokens, group) * (group - 1)
         passes = 6 if again else 4
         each = number * rows * model.hidden_size
-        yield _flow(BLOCKING, "all-to-all", passes * layers, each, spread.expert_axes)
+        yield _flow(BLOCKING, "all-to-all", each, spread.expert_axes, passes * layers)
 
 
 def _fetches(case: StepCase) -> Iterator[Flow]:
@@ -162,15 +163,15 @@ def _fetches(case: StepCase) -> Iterator[Flow]:
         table4 = 4.0 * case.model.vocab_size * case.model.hidden_size
         wire = layers * once * cut
         yield Flow(PREFETCH, "all-gather", wire, axes, layers * (1 + again))
-        yield _flow(PREFETCH, "reduce-scatter", layers, layer4 * cut, axes)
-        yield _flow(BLOCKING, "all-gather", case.micro_batches, table4 * cut, axes)
-        yield _flow(BLOCKING, "reduce-scatter", case.micro_batches, table4 * cut, axes)
+        yield _flow(PREFETCH, "reduce-scatter", layer4 * cut, axes, layers)
+        yield _flow(BLOCKING, "all-gather", table4 * cut, axes, case.micro_batches)
+        yield _flow(BLOCKING, "reduce-scatter", table4 * cut, axes, case.micro_batches)
     if spread.tsp:
         travels = case.layer_numel[case.mixer] + case.layer_numel.get("mlp", 0.0)
         passes = layers * (2 + again)
-        yield _flow(PREFETCH, "broadcast", passes, number * travels, ("tensor",))
+        yield _flow(PREFETCH, "broadcast", number * travels, ("tensor",), passes)
 
 
-def _flow(what: str, kind: str, times: int, each: float, axes: tuple[str, ...]) -> Flow:
-    """So many collectives, of `each` bytes."""
+def _flow(what: str, kind: str, each: float, axes: tuple[str, ...], times: int) -> Flow:
+    """So many collectives, in each of which a device sends `each` bytes."""
     return Flow(what, kind, times * each, axes, times)

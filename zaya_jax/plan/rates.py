@@ -7,6 +7,7 @@ has a fast and a slow end around its likely value; the plan's range follows from
 measured first.
 """
 
+import collections
 import dataclasses
 import os
 from collections.abc import Iterable
@@ -120,25 +121,20 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
 def _measured(figures: measured.Measured, cluster: Cluster) -> dict[str, Rate]:
     """The shares that figures give."""
     chip = chips.CHIPS[cluster.chip]
-    shares: dict[str, float] = {}
-
-    def take(name: str, share: float) -> None:
-        """The best of several counts."""
-        shares[name] = max(share, shares.get(name, 0.0))
-
+    shares: dict[str, list[float]] = collections.defaultdict(list)  # of each the best counts
     for product in figures.products:
         if product.dtype == "bfloat16":
             name = "products" if product.name == "dense" else "grouped"
-            take(name, product.rate / chip.peaks["bfloat16"])
+            shares[name].append(product.rate / chip.peaks["bfloat16"])
     if memory := figures.memory_bandwidth():
-        take("memory", memory / chip.bandwidth)
+        shares["memory"].append(memory / chip.bandwidth)
     if step := figures.ring_step():
-        take("ring", step)
+        shares["ring"].append(step)
     for c in figures.collectives:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
             name = "intra_node" if c.num_nodes == 1 else "inter_node"
-            take(name, c.bus_bandwidth / cluster.bandwidth(group))
+            shares[name].append(c.bus_bandwidth / cluster.bandwidth(group))
     source = f"measured on {figures.num_devices} x {figures.device}, {figures.date[:10]}"
-    return {name: Rate(share, source) for name, share in shares.items()}
+    return {name: Rate(max(found), source) for name, found in shares.items()}

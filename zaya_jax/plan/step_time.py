@@ -115,9 +115,10 @@ def seconds_between(
     groups = {name: [name] for name in rates.uncertain} | {"all": rates.uncertain}
     between = {}
     for what, names in groups.items():
-        fast, slow = rates.at_ends(0, names), rates.at_ends(1, names)
-        low, high = estimate(case, cluster, fast).seconds, estimate(case, cluster, slow).seconds
-        between[what] = low, high
+        between[what] = (
+            estimate(case, cluster, rates.at_ends(0, names)).seconds,
+            estimate(case, cluster, rates.at_ends(1, names)).seconds,
+        )
     return between
 
 
