@@ -134,7 +134,7 @@ def _ends(runs: Sequence[ComparedRun]) -> Table:
     add_metric("tokens", "tokens", lambda series: known(series.last))
     held_out = [run.series.get("eval/loss") for run in runs]
     last = [series.last if series else math.nan for series in held_out]
-    best = [series.low[0] if series else math.nan for series in held_out]
+    best = [series.least if series else math.nan for series in held_out]
     add_losses("held-out loss, last", last)
     add_losses("held-out loss, best", best)
     add_losses("train loss, mean of the last 20 steps", [run.train_loss for run in workdirs])

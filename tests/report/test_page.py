@@ -131,6 +131,16 @@ def test_a_spike_is_left_out_of_the_picture_and_said(tmp_path):
     assert "Beyond the picture: train, each step (500M at step 100)." in drawn(path)[1]
 
 
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [((3, 1, 2, 1), "best 1 at step 2"), ((3, 2, 1), ""), ((math.nan, math.nan), "")],
+)
+def test_the_best_held_out_loss_is_named_where_it_is_not_the_last(tmp_path, losses, best):
+    records = [{"step": step, "eval/loss": loss} for step, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text(lines(*records))
+    assert re.findall(r"best [^<]*", drawn(tmp_path)[0]) == [best] * bool(best)
+
+
 def test_a_figure_that_is_always_zero_has_no_picture_and_is_named(tmp_path):
     zero = {
         "skipped": 0,
@@ -329,10 +339,7 @@ def test_bins_keep_means_and_extremes():
     values = np.random.default_rng(0).normal(5, 2, 5000)
     series = Series.of(range(1, 5001), values)
     assert series.mean() == pytest.approx(values.mean(), rel=1e-12)
-    assert series.low == (values.min(), values.argmin() + 1) and series.high == (
-        values.max(),
-        values.argmax() + 1,
-    )
+    assert (series.least, series.greatest) == (values.min(), values.max())
     bins = series.coarse(10)
     assert len(bins.steps) == 10 and bins.steps == sorted(bins.steps) and bins.counts.sum() == 5000
     assert (bins.low.min(), bins.high.max()) == (values.min(), values.max())
@@ -352,7 +359,8 @@ def test_what_is_not_finite_is_no_part_of_a_mean():
     }
     never = Series.of([3, 4], [math.nan, math.inf])
     assert (
-        never.low[1] == -1
+        math.isnan(never.least)
+        and math.isnan(never.greatest)
         and np.isnan(never.coarse(1).means).all()
         and never.coarse(1).steps == [3.5]
     )

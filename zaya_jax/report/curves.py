@@ -154,7 +154,7 @@ def save_curves(saves: Sequence[timings.StepTiming]) -> str:
         series = Series.of([save.step for save in saves], [seconds(save) for save in saves])
         if not series.finite.size:
             continue
-        longest, _ = series.high
+        longest = series.greatest
         unit, scale, note = " s", 1.0, ""
         if longest < 0.1:
             unit, scale = " ms", 1e3
@@ -249,12 +249,7 @@ def _range(
 
 def _drawn(lines: Sequence[Curve]) -> list[float]:
     """All finite values of the curves and their bands."""
-    values = []
-    for line in lines:
-        values += line.finite
-        for _, low, high in line.band:
-            values += [low, high]
-    return [value for value in values if math.isfinite(value)]
+    return [value for line in lines for _, value in line.drawn]
 
 
 def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float, float], bool]:

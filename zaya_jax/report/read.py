@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,36 +47,36 @@ class Bins:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A metric by step: one number each, [T], or one array of a fixed shape, [T, L] or [T, L,
-    E+1]."""
+    """A metric by step: of each step a number, [T], or an array of one shape, [T, L] or
+    [T, L, E+1]."""
 
     steps: np.ndarray  # rising
     values: np.ndarray
 
     @classmethod
     def of(cls, steps: Sequence[int], values: Sequence[Any] | np.ndarray) -> "Series":
-        """In order of steps; of several values of one step the last counts."""
+        """The series of these values, sorted by step; of several values of a step the last counts."""
         rising, place = np.unique(np.asarray(steps, np.int64)[::-1], return_index=True)
         return cls(rising, np.asarray(values, float)[::-1][place])
 
     @property
     def good(self) -> np.ndarray:
-        """The values; NaN in place of those that are not finite."""
+        """The values, with NaN in place of each that is not finite."""
         return np.where(np.abs(self.values) < LARGEST, self.values, np.nan)
 
     @property
     def finite(self) -> np.ndarray:
-        """The finite values alone."""
+        """The finite values, without their steps."""
         return self.good[np.isfinite(self.good)]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one step's array."""
+        """The shape of one step's array; () for numbers."""
         return self.values.shape[1:]
 
     @property
     def zero(self) -> bool:
-        """Whether each value is one."""
+        """Whether the value of every step is zero."""
         return not self.values.any()
 
     @property
@@ -90,36 +90,30 @@ class Series:
         return self.steps[np.isnan(self.good)].tolist()
 
     def mean(self, first: int = 0, last: int = LAST_STEP) -> float:
-        """Of the finite numbers from one step to another, both included."""
+        """The mean of the finite numbers of steps `first` to `last`, both included."""
         values = self.good[(first <= self.steps) & (self.steps <= last)]
         values = values[np.isfinite(values)]
         return float(values.mean()) if values.size else math.nan
 
     @property
-    def low(self) -> tuple[float, int]:
-        """The least finite number and its step; (NaN, -1) without one."""
-        return self._extreme(np.nanargmin)
+    def least(self) -> float:
+        """The least finite number; NaN without one."""
+        return float(np.fmin.reduce(self.good))
 
     @property
-    def high(self) -> tuple[float, int]:
-        """The greatest finite number and its step."""
-        return self._extreme(np.nanargmax)
-
-    def _extreme(self, choose: Callable[[np.ndarray], np.intp]) -> tuple[float, int]:
-        if not self.finite.size:
-            return math.nan, -1
-        index = choose(self.good)
-        return float(self.values[index]), int(self.steps[index])
+    def greatest(self) -> float:
+        """The greatest finite number; NaN without one."""
+        return float(np.fmax.reduce(self.good))
 
     def width_for(self, most: int) -> int:
-        """The least width in steps, a power of two, of at most `most` bins."""
+        """The least width of a bin in steps, a power of two, with which there are at most `most`."""
         width = 1
         while 1 + np.count_nonzero(np.diff(self.steps // width)) > most:
             width *= 2
         return width
 
     def merged(self, width: int) -> Bins:
-        """Bins of so many steps; those without any step are left out."""
+        """Bins of `width` steps each; a bin without a recorded step is left out."""
         starts = np.flatnonzero(np.diff(self.steps // width, prepend=-1))
         counts = np.add.reduceat(np.isfinite(self.good), starts, axis=0, dtype=int)
         sums = np.add.reduceat(np.nan_to_num(self.good), starts, axis=0)
@@ -131,12 +125,12 @@ class Series:
         return Bins(steps.tolist(), counts, means, low, high)
 
     def coarse(self, most: int) -> Bins:
-        """Bins of equal width, at most `most`."""
+        """At most `most` bins, as narrow as that allows."""
         return self.merged(self.width_for(most))
 
     def end(self, share: float = 0.05) -> tuple[np.ndarray, int]:
-        """The mean over the last part of the run, NaN where no value is finite, and how many
-        recorded steps that is."""
+        """The mean over the last `share` of the recorded steps, NaN where no value is finite; and how
+        many steps these are."""
         recorded = math.ceil(share * len(self.steps))
         mean = np.ma.masked_invalid(self.good[-recorded:]).mean(axis=0)
         return mean.filled(np.nan), recorded
@@ -144,7 +138,7 @@ class Series:
 
 @dataclasses.dataclass
 class Workdir:
-    """The report's data of a run."""
+    """What a run's folder holds; `notes` say what of it could not be read."""
 
     path: pathlib.Path
     # the steps, rising
@@ -166,7 +160,7 @@ class Workdir:
 
     @property
     def last_step(self) -> int:
-        """The last one."""
+        """The last recorded step; 0 without one."""
         return int(self.recorded[-1]) if self.recorded.size else 0
 
     @property
@@ -202,7 +196,7 @@ class Workdir:
 
     @property
     def train_loss(self) -> float:
-        """Their mean; NaN if the last one is not finite."""
+        """The mean of `last_losses`; NaN if the last step's loss is not finite."""
         losses = self.last_losses
         if not losses.size or not math.isfinite(losses[-1]):
             return math.nan
@@ -308,10 +302,10 @@ def _take(step: int, record: dict, columns: dict[str, Column], odd: set[str]) ->
     """Takes in one step; adds the keys whose lists are of no use to `odd`."""
     for key, value in record.items():
         shape: tuple[int, ...] = ()
+        if value is None and key == "loss":  # strict JSON writers put null for NaN
+            value = math.nan
         if isinstance(value, int | float):
             numbers = [value]
-        elif value is None and key == "loss":  # strict JSON writers put null for NaN
-            numbers = [math.nan]
         elif isinstance(value, list):
             row = _row(value)
             if row is None:

@@ -70,10 +70,10 @@ def median_speed(run: Workdir) -> float:
 def _tiles(run: Workdir) -> list[Tile]:
     tiles = []
     if held_out := run.series.get("eval/loss"):
-        lowest, step = held_out.low
+        best = held_out.steps[held_out.values == held_out.least]  # none where no loss is finite
         remark = run.unit
-        if step not in (-1, held_out.steps[-1]):
-            remark += f"; best {lowest:.4g} at step {step:,}"
+        if best.size and best[0] != held_out.steps[-1]:
+            remark += f"; best {held_out.least:.4g} at step {best[0]:,}"
         tiles.append(("Held-out loss", number(held_out.last), remark))
     if loss := run.series.get("loss"):
         averaged = len(run.last_losses)
@@ -145,8 +145,8 @@ def _numbers(run: Workdir) -> Section:
                 key,
                 number(series.last, 5),
                 f"{series.steps[-1]:,}",
-                known(series.low[0]),
-                known(series.high[0]),
+                known(series.least),
+                known(series.greatest),
                 f"{len(series.bad_steps) or '–'}",
             ]
         )

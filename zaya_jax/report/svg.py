@@ -43,8 +43,16 @@ class Curve:
         return [value for _, value in self.points if math.isfinite(value)]
 
     @property
+    def drawn(self) -> list[tuple[float, float]]:
+        """All finite points, those of the band's edges too."""
+        points = [*self.points]
+        for step, low, high in self.band:
+            points += [(step, low), (step, high)]
+        return [point for point in points if math.isfinite(point[1])]
+
+    @property
     def classes(self) -> str:
-        """How it looks."""
+        """Its CSS classes."""
         dash = " dash1" if self.dashed else ""
         return f"{self.look}{dash} c{self.color}"
 
@@ -281,14 +289,7 @@ class Chart:
         """Names the curves with values that the picture leaves out, each with the furthest."""
         curves = []
         for line in self.lines:
-            points = [*line.points]
-            for step, low, high in line.band:
-                points += [(step, low), (step, high)]
-            outside = [
-                (step, value)
-                for step, value in points
-                if math.isfinite(value) and not y.low <= value <= y.high
-            ]
+            outside = [point for point in line.drawn if not y.low <= point[1] <= y.high]
             if outside:
                 step, value = max(outside, key=lambda point: abs(point[1]))
                 place = f"{self.over} {number(round(step))}"

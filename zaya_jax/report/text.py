@@ -41,7 +41,7 @@ def number(value: float, digits: int = 4) -> str:
             return f"{value / limit:.{digits}g}".replace("-", "−") + suffix
     if size >= 1000:
         return f"{float(f'{value:.{digits}g}'):g}".replace("-", "−")
-    if not size or size >= 1e-4:
+    if size >= 1e-4:
         return f"{value:.{digits}g}".replace("-", "−")
     return exponent(f"{value:.{max(1, digits - 2)}e}")
 
