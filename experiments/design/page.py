@@ -90,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
     out = cli.out_folder(args.out, "the comparison")
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     name, cluster = next(row for row in clusters.CLUSTERS.items() if row[1].chip == args.chip)
-    budgets = args.active, args.total
-    ask = Ask(cluster, args.devices, *budgets, args.context, args.vocab, args.figures)
+    ask = Ask(
+        cluster, args.devices, args.active, args.total, args.context, args.vocab, args.figures
+    )
     result = compare(ask, rates_lib.for_cluster(cluster, args.figures))
     if args.write and args.write > len(result["shapes"]):
         raise UserError(
@@ -153,7 +154,7 @@ def _rows(ask: Ask, candidates: list[Candidate], rates: Rates) -> list[dict[str,
         rows.append(
             {
                 "number": number,
-                "zaya1_base": case.model == search.BASE,
+                "zaya1_base": case.model == search.base_shape(ask),
                 "front": number in best,
                 "layers": case.model.num_hidden_layers,
                 "width": case.model.hidden_size,
@@ -180,7 +181,8 @@ def _beside(
     """By assumption: the shape that trains fastest and answers no later than ZAYA1-base, with its
     gain, and the one that answers first and trains no slower; nothing where ZAYA1-base is none."""
     models = [candidate.case.model for candidate in candidates]
-    base = 1 + models.index(search.BASE) if search.BASE in models else None
+    own = search.base_shape(ask)
+    base = 1 + models.index(own) if own in models else None
     free = dataclasses.replace(rates, launch=Rate(0.0, "none"))
     assumptions = []
     for what, these, strained in (

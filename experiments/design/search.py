@@ -42,6 +42,7 @@ KEYS = (
     "num_key_value_heads",
     "num_experts",
     "moe_intermediate_size",
+    "max_position_embeddings",
 )
 # What the front compares: layers, training tokens per second, and the time of a token below zero.
 Gains = tuple[float, float, float]
@@ -70,10 +71,19 @@ class Candidate(NamedTuple):
     ]  # the rules that it breaks: of sizes, and that experts lie evenly over a node
 
 
+def base_shape(ask: Ask) -> Model:
+    """ZAYA1-base's, with the vocabulary and for the context that are asked for."""
+    return dataclasses.replace(
+        BASE,
+        vocab_size=ask.vocab,
+        max_position_embeddings=max(BASE.max_position_embeddings, ask.context),
+    )
+
+
 def shapes(ask: Ask) -> Iterator[Model]:
     """ZAYA1-base's, if it is near the budgets, and the nearest one for each hidden width, queries
     and number of experts."""
-    base = dataclasses.replace(BASE, vocab_size=ask.vocab)
+    base = base_shape(ask)
     if _distance(ask, base) <= NEAR:
         yield base
     for width, part, experts in itertools.product(WIDTHS, PARTS, EXPERTS):
@@ -127,7 +137,13 @@ def ways(ask: Ask, experts: int) -> Iterator[dict[str, Any]]:
     """Ways to train a model, from the fastest to the smallest; where a step has fewer sequences
     than there are devices, several of them share one."""
     sequences = max(TOKENS // ask.context, 1)
-    context = max(ask.devices // sequences, 1)
+    most = max(ask.devices // sequences, 1)
+    # Equal numbers of devices share a sequence, and each has two equal parts of it.
+    context = next(
+        n
+        for n in range(most, 0, -1)
+        if n == 1 or (ask.devices % n == 0 and ask.context % (2 * n) == 0)
+    )
     rows = ask.devices // context
     each = max(round(sequences / rows), 1)
     node = ask.cluster.of_devices(ask.devices).node
@@ -145,6 +161,11 @@ def ways(ask: Ask, experts: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def settings_of(model: Model, way: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config that trains a model in this way."""
+    return {f"model.{key}": getattr(model, key) for key in KEYS} | way
+
+
 def configured(chosen: Mapping[str, Any]) -> ConfigDict:
     """zaya1_base with its first phase alone, without a ramp, and these settings."""
     c = zaya1_base.get_config()
@@ -158,7 +179,7 @@ def planned(ask: Ask, model: Model) -> Candidate | None:
     """A shape in the first way that fits the chip's memory; None where none does."""
     chip, node = ask.cluster.chip, ask.cluster.node
     for way in ways(ask, model.num_experts):
-        chosen = {f"model.{key}": getattr(model, key) for key in KEYS} | way
+        chosen = settings_of(model, way)
         config = config_lib.check(configured(chosen))
         (segment,) = schedule.make_plan(config).segments
         phase_config, spread, sequences, micro_batches = recipe.portion(
@@ -180,7 +201,7 @@ def gains(ask: Ask, case: StepCase, rates: Rates, batch: int) -> Gains:
 
 
 def front(gains_of: Mapping[int, Gains]) -> list[int]:
-    """Those for which no other is as good in every gain and better in one."""
+    """The shapes for which no other is as good in every gain and better in one."""
     return [
         number
         for number, own_gains in gains_of.items()

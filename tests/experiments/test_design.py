@@ -14,11 +14,13 @@ from refusals import check_refused
 from experiments.design import page, picture, search
 from experiments.design.__main__ import parser
 from zaya_jax import config as config_lib
+from zaya_jax import schedule
 from zaya_jax.hardware import clusters
 from zaya_jax.model import zaya
 from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
 from zaya_jax.plan import serving
+from zaya_jax.training import recipe
 
 NAME, CLUSTER = "h100_ib", clusters.CLUSTERS["h100_ib"]
 RATES = rates_lib.for_cluster(CLUSTER)
@@ -134,11 +136,12 @@ def test_a_written_config_is_planned_as_the_shape_was(result, tmp_path):
     assert 1e3 * seconds == pytest.approx(row["token_ms"][1][0])
 
 
-def test_zaya1_base_is_among_the_shapes_and_on_the_front_at_its_own_budgets(monkeypatch):
+@pytest.mark.parametrize("vocab", [262_272, 131_072])
+def test_zaya1_base_is_among_the_shapes_and_on_the_front_at_its_own_budgets(vocab, monkeypatch):
     monkeypatch.setattr(search, "WIDTHS", (2048,))
     monkeypatch.setattr(search, "EXPERTS", (16, 24))
     cluster = clusters.CLUSTERS["mi300x_pollara"]
-    own = ask_for(cluster=cluster, devices=1024, active=760e6, total=8.3e9, vocab=262_272)
+    own = ask_for(cluster=cluster, devices=1024, active=760e6, total=8.3e9, vocab=vocab)
     found = page.compare(own, rates_lib.for_cluster(cluster))
     (row,) = [row for row in found["shapes"] if row["zaya1_base"]]
     assert sizes(row) == (2048, 8, 16, 40, 2048) and row["front"]
@@ -161,6 +164,20 @@ def test_long_contexts_lie_over_devices_as_in_zaya1_s_phases():
         way = next(search.ways(ask_for(devices=1024, context=context), 16))
         assert way["mesh.context"] == parts
         assert way["data.global_batch"] * context == 2**24
+
+
+@pytest.mark.parametrize(
+    ("devices", "context", "parts"),
+    [(1000, 131_072, 4), (1024, 100_000, 4), (12, 2**24, 4), (7, 100_001, 1)],
+)
+def test_any_number_of_devices_trains_at_any_context(devices, context, parts):
+    given = ask_for(devices=devices, context=context)
+    way = next(search.ways(given, 16))
+    assert way["mesh.context"] == parts
+    config = search.configured(search.settings_of(search.base_shape(given), way))
+    (segment,) = schedule.make_plan(config_lib.check(config)).segments
+    *_, sequences, _ = recipe.portion(config_lib.check(config), segment, devices)
+    assert sequences == way["data.global_batch"]
 
 
 def test_the_picture_is_whole_and_no_two_labels_overlap(result):
