@@ -144,9 +144,12 @@ def main() -> int:
         )
 
     def say_cache(rows: decode.Continuation, count: int) -> None:
-        settings, precision = model.config.model, model.config.precision
         per_token, per_row, total = decode.cache_bytes(
-            settings, precision, rows.num_rows, rows.cache_length, tree.cache_over(model.mesh)
+            model.config.model,
+            model.config.precision,
+            rows.num_rows,
+            rows.cache_length,
+            tree.cache_over(model.mesh),
         )
         print(
             f"cache: {per_token:,} bytes a token and {per_row:,} a row, {total / 2**20:,.1f} MiB on"

@@ -36,8 +36,7 @@ def main() -> int:
     what = parser.add_subparsers(
         dest="what", required=True, metavar="|".join((*PARTS, "storage", "all"))
     )
-    whole = "all of these, without storage"
-    for name, about in (*PARTS.items(), ("all", whole)):
+    for name, about in (*PARTS.items(), ("all", "all of these, without storage")):
         part = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md")
         part.set_defaults(parts=tuple(PARTS) if name == "all" else (name,), devices_on_cpu=DEVICES)
         add = part.add_argument

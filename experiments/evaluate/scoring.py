@@ -128,13 +128,14 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         "notes": notes,
     }
     if multihost.is_writer():
-        print(document(result).markdown())
-        print(f"written: {save(out, result, task_results)}")
+        page = document(result)
+        print(page.markdown())
+        print(f"written: {save(out, page, result, task_results)}")
     return cli.DONE
 
 
 def chat_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of lm-eval's options about chats that were given."""
+    """The options of lm-eval about chats that were given."""
     options = {name: getattr(args, name) for name in CHAT_OPTIONS}
     return {name: value for name, value in options.items() if value is not None}
 
@@ -160,9 +161,8 @@ def option_notes(
     return notes + [f"--{name}={value}" for name, value in chat_options(args).items()]
 
 
-def save(out: Path, result: dict[str, Any], task_results: dict[str, Any]) -> str:
+def save(out: Path, page: Page, result: dict[str, Any], task_results: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
-    page = document(result)
     figures = json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n"
     files = {
         "evaluation.md": page.markdown().encode(),

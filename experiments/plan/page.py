@@ -248,11 +248,13 @@ def document(result: dict[str, Any]) -> Page:
 
 def headline(phase: dict[str, Any]) -> str:
     """A phase in a line."""
-    memory = phase["memory"]
+    memory, step = phase["memory"], phase["step"]
     fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
+    low, high = map(duration, step["between"]["all"])
     return (
-        f"{_with_range(phase['step'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s,"
-        f" MFU {phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of"
+        f"{duration(step['seconds'])} (low {low}, high {high}) a step,"
+        f" {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s,"
+        f" MFU {step['mfu']:.1%}, {byte_size(memory['peak'])} of"
         f" {byte_size(memory['capacity'])} ({fits}), {phase['days']:,.1f} days"
     )
 
@@ -276,11 +278,6 @@ def _summary(result: dict[str, Any]) -> Table:
     ]
     head = ["", *(phase["name"] for phase in phases)]
     return Table("Phase by phase", head, list(zip(SUMMARY, *columns, strict=True)))
-
-
-def _with_range(step: dict[str, Any]) -> str:
-    low, high = step["between"]["all"]
-    return f"{duration(step['seconds'])} (low {duration(low)}, high {duration(high)})"
 
 
 def _ms(seconds: float) -> str:
