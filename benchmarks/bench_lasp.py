@@ -15,7 +15,6 @@ import collections
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -78,15 +77,10 @@ def program_of(run: Callable, length: int) -> tuple[Callable, tuple]:
     return both, (q, k, k, q)
 
 
-def compile_for(run: Callable, length: int) -> Any:
-    """The same, compiled."""
-    both, args = program_of(run, length)
-    return jax.jit(both).lower(*args).compile()
-
-
 def row(name: str, length: int) -> str:
     """A line of the table."""
-    compiled = compile_for(SCHEMES[name], length)
+    both, args = program_of(SCHEMES[name], length)
+    compiled = jax.jit(both).lower(*args).compile()
     kinds: collections.Counter[str] = collections.Counter()
     sent = 0.0
     for c in hlo.collectives(compiled):
@@ -102,8 +96,8 @@ def row(name: str, length: int) -> str:
 
 
 def multiplications(length: int, of_softmax: bool) -> float:
-    """Those of a device forward: half of the scores twice, or half a chunk's scores twice and a
-    state's use."""
+    """The multiplications of a device forward: half of the scores twice, or half a chunk's scores
+    twice and a state's use."""
     tokens = length / DEVICES
     if of_softmax:
         return tokens * HEADS * length * CHANNELS

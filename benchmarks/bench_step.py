@@ -29,9 +29,9 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.generation import write_model
 
-# Batch, length, model: the one that was tuned for, and one that was not.
 LOSS = 1e-2  # by which the losses of the first step may differ
 DTYPES = {"cpu": ("float32", "bfloat16"), "gpu": ("bfloat16",)}
+# Batch, length, model: the one that was tuned for, and one that was not; a tiny one; a GPU's.
 SHAPES = {
     "small": (
         8,

@@ -227,7 +227,8 @@ def run_all(
         left = min(limit, until - time.monotonic())
         skipped = f"no {missing[0]} here" if missing else "it needs a GPU" * (small is None)
         skipped = skipped or "no time was left" * (left <= 0)
-        command = f"{words} {small}".format(out=logs, **names).split()
+        # a path may have a space
+        command = [word.format(out=logs, **names) for word in f"{words} {small}".split()]
         results[name] = (
             {"skipped": skipped, "seconds": 0.0}
             if skipped

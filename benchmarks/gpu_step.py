@@ -114,7 +114,6 @@ def figures(case: StepCase, mesh: Any, program: Any, taken: timing.Timing) -> di
     peak = chips.peak_flops(device.device_kind, config.precision)
     useful = chips.model_flops(config.model, config.data.seq_len) * tokens / seconds
     cluster = clusters.of_chip(case.chip)
-    assert cluster
     planned = step_time.estimate(case, cluster.of_devices(1), rates.for_cluster(cluster)).seconds
     memory, statistics = program.memory_analysis(), device.memory_stats() or {}
     compiled = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -204,12 +203,12 @@ def account(events: list[Event], kernels: Mapping[str, launches.GpuKernel]) -> d
 
 
 def ns(events: Iterable[Event]) -> float:
-    """Their time."""
+    """The time that these took together."""
     return sum(event.duration for event in events)
 
 
 def milliseconds(traced: float) -> str:
-    """Of a step, of so many ns of all that were traced."""
+    """The milliseconds of a step, of the ns of all traced steps."""
     return f"{traced / TRACED / 1e6:,.3f} ms"
 
 
