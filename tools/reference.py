@@ -40,7 +40,7 @@ class _Found(BaseException):
 
 
 def names() -> list[str]:
-    """All programs."""
+    """The names of all programs."""
     modules = [path.stem for path in (ROOT / "experiments").glob("[a-z]*.py")]
     packages = [path.parent.name for path in (ROOT / "experiments").glob("*/__main__.py")]
     return sorted(modules + packages)

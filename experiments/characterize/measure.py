@@ -326,8 +326,8 @@ def storage_document(
 def document(
     figures: Measured, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()
 ) -> Page:
-    """All of it; `rules_for` says which model, chip and number of devices the sizing rules are
-    for."""
+    """The page of figures; `rules_for` says for which model, chip and number of devices the sizing
+    rules are."""
     nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
     processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
     about = (

@@ -142,7 +142,7 @@ class PhaseProgram(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """The same for phases of one program: packing changes the data alone."""
+        """Equal for phases that have one program: packing changes the data alone."""
         data = dataclasses.replace(self.config.data, packing="concat")
         same = dataclasses.replace(self.config, data=data)
         return same, self.sequences, self.micro_batches

@@ -227,11 +227,8 @@ def phases(story: Rehearsal) -> None:
 
 def node(story: Rehearsal) -> None:
     """Two agents; one is killed with its process, and the other goes on alone."""
-    workdir, steps, address = (
-        story.out / "node",
-        40,
-        f"localhost:{random.randrange(20_000, 30_000)}",
-    )
+    workdir, steps = story.out / "node", 40
+    address = f"localhost:{random.randrange(20_000, 30_000)}"
     keys = [
         "--config.checkpoint.every_steps=5",
         f"--config.run.num_steps={steps}",
@@ -383,10 +380,8 @@ def ways_out(story: Rehearsal) -> None:
         "--num_tokens=24",
         "--prompt=The function returns",
     ]
-    alone, together = (
-        story.program(*generate),
-        story.program(*generate, "--mesh=context=8", devices=8),
-    )
+    alone = story.program(*generate)
+    together = story.program(*generate, "--mesh=context=8", devices=8)
     story.promise(
         "eight devices decode the text of one", alone == together, shlex.quote(alone.strip()[:60])
     )

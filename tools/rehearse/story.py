@@ -61,7 +61,7 @@ class Story:
         given: str = "",
         devices: int = 1,
     ) -> str:
-        """Runs it to its end, and returns what it printed."""
+        """Runs a program, started as `start` does, to its end; returns what it printed."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         running = self.start(name, *options, devices=devices, **pipes)
         output = running.communicate(given)[0]
@@ -80,13 +80,13 @@ class Story:
         self._sections.append(Section(title, text, **parts))
 
     def promise(self, what: str, kept: bool, figures: str) -> None:
-        """Notes whether it was kept."""
+        """Notes whether a promise was kept."""
         verdict = "kept" if kept else "BROKEN"
         self._promises.append((what, verdict, figures))
         self.say(f"{verdict}: {what} ({figures})")
 
     def visit(self, stations: Sequence[Callable[[Self], None]]) -> None:
-        """One after the other, until one fails."""
+        """Visits one station after the other, until one fails."""
         for station in stations:
             name = station.__name__.replace("_", " ")
             print(f"{name}: {(station.__doc__ or '').strip()}", flush=True)
@@ -101,7 +101,7 @@ class Story:
                 break
 
     def written(self, title: str, about: str) -> bool:
-        """Writes the page; whether all promises were kept."""
+        """Writes the page, and returns whether all promises were kept."""
         rows = self._promises
         broken = [what for what, verdict, _ in rows if verdict == "BROKEN"]
         promises = Section(

@@ -58,7 +58,7 @@ class ProgramMemory:
 
     @property
     def peak(self) -> int:
-        """All of it: XLA places temporaries in one allocation of a fixed size."""
+        """The sum of all: XLA places temporaries in one allocation of a fixed size."""
         return self.arguments + self.results + self.constants + self.temporaries
 
     def live(self, time: int) -> list[Buffer]:

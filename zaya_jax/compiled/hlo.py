@@ -61,7 +61,7 @@ class HloArray:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The bytes of all its numbers."""
         bits = BITS.get(self.dtype)
         if bits is None:  # the first number in the format's name: bf16, f8e4m3
             bits = _integers(self.dtype)[0]

@@ -244,7 +244,7 @@ def bound_of(
     wide = chip.peaks["float32" if matmul == "highest" else "tf32"]
 
     def seconds(kernel: launches.GpuKernel) -> dict[str, float]:
-        """Of one launch, by what may bind it."""
+        """The seconds of one launch, by what may bind it."""
         peak = wide if kernel.wide else chip.peaks["bfloat16"]
         return {
             "compute": kernel.flops / peak,

@@ -66,7 +66,7 @@ def model_flops(model: Model, seq_len: int) -> float:
 
 
 def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
-    """The same by the scope (`hlo.SCOPES`) that computes them."""
+    """The FLOPs of `model_flops`, by the scope (`hlo.SCOPES`) that computes them."""
     d, c = model.hidden_size, model.head_dim
     h, k, r = model.num_attention_heads, model.num_key_value_heads, model.router_hidden_size
     packed, layers = (h + k) * c, len(model.kinds)

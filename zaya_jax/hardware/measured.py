@@ -72,7 +72,7 @@ class ProductShape:
 
 @dataclasses.dataclass(frozen=True)
 class Product(ProductShape):
-    """A measured one."""
+    """A product with its measured time."""
 
     dtype: str
     seconds: Timing
@@ -120,13 +120,14 @@ class Measured:
     copies: tuple[MemoryCopy, ...] = ()
 
     def memory_bandwidth(self) -> float | None:
-        """That of copying, the median of the three largest arrays: of memory, not of a cache."""
+        """The bandwidth of copying, the median of the three largest arrays: of memory, not of a
+        cache."""
         copies = sorted(self.copies, key=lambda copy: copy.bytes)
         return statistics.median(copy.bandwidth for copy in copies[-3:]) if copies else None
 
     @property
     def node(self) -> int:
-        """Devices of the largest measured set in one node; 0 where none was."""
+        """How many devices the largest measured set in one node has; 0 where none was measured."""
         return max((c.num_devices for c in self.collectives if c.num_nodes == 1), default=0)
 
     def series(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
@@ -136,7 +137,7 @@ class Measured:
         return sorted(series, key=lambda c: c.bytes)
 
     def best(self, name: str, num_devices: int, num_nodes: int) -> float | None:
-        """Its best bus bandwidth; None where it was not measured."""
+        """The best bus bandwidth of that series; None where it was not measured."""
         series = self.series(name, num_devices, num_nodes)
         return max((c.bus_bandwidth for c in series), default=None)
 
@@ -169,7 +170,7 @@ def near(series: Iterable[CollectiveTiming]) -> int | None:
 
 
 def to_json(figures: Measured) -> str:
-    """The file."""
+    """The text of a file of figures."""
     return json.dumps({"format": FORMAT} | dataclasses.asdict(figures), indent=1) + "\n"
 
 

@@ -124,7 +124,7 @@ class StepCase:
 
     @functools.cached_property
     def early_numel(self) -> int:
-        """Numbers of these buckets' weights."""
+        """How many numbers the weights of `early_buckets` have."""
         return sum(
             way.layers * way.matrices * math.prod(way.bucket.matrix)
             for way in self.early_buckets.values()

@@ -70,7 +70,7 @@ def _links(
 
 
 def flows(case: StepCase) -> list[Flow]:
-    """All of a step."""
+    """All flows of a step."""
     all_flows = [*_early_gradient_sums(case), *_exchange(case), *_layers(case), *_fetches(case)]
     return [flow for flow in all_flows if flow.wire]
 

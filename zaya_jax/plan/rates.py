@@ -36,7 +36,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """All of one cluster."""
+    """The rates of one cluster."""
 
     products: Rate  # large dense products, of the peak for bfloat16
     grouped: Rate  # the experts'

@@ -34,7 +34,7 @@ class StepTime:
     exposed: dict[str, float]  # the part of it that no kernel covers
     parts: tuple[tuple[work.ScopeWork, float], ...]  # with its seconds
     flops: float  # useful ones of a device, by the model's formula
-    peak: float  # the chip's, for most products
+    peak: float  # FLOP/s of the chip, for most products
 
     @property
     def seconds(self) -> float:
@@ -101,7 +101,7 @@ def part_time(part: work.ScopeWork, case: StepCase, rates: Rates) -> PartTime:
 
 
 def _peak(case: StepCase) -> float:
-    """The chip's, for most products."""
+    """The chip's peak for most products."""
     peak = chips.peak_flops(case.chip, case.config.precision)
     assert peak
     return peak
@@ -110,8 +110,8 @@ def _peak(case: StepCase) -> float:
 def seconds_between(
     case: StepCase, cluster: Cluster, rates: Rates
 ) -> dict[str, tuple[float, float]]:
-    """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them
-    there."""
+    """By rate the seconds of a step with that rate at its fast and at its slow end, and for "all"
+    with all of them there."""
     groups = {name: [name] for name in rates.uncertain} | {"all": rates.uncertain}
     between = {}
     for what, names in groups.items():

@@ -140,7 +140,7 @@ KEPT = {
 
 @dataclasses.dataclass(frozen=True)
 class ScopeWork:
-    """Kernels of one scope and stage."""
+    """The work of the kernels of one scope and stage."""
 
     scope: str
     stage: str  # "" for work after the backward pass
