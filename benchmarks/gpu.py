@@ -223,17 +223,21 @@ def run_all(
     until, results = time.monotonic() + seconds, dict[str, dict[str, Any]]()
     for name, (limit, words, environment) in parts.items():
         missing = [key for key, value in names.items() if f"{{{key}}}" in words and not value]
-        small = TINY[words.split()[0]] if tiny or cpu else ""
+        small, skipped = "", ""
+        if tiny or cpu:
+            small = TINY[words.split()[0]]
         left = min(limit, until - time.monotonic())
-        skipped = f"no {missing[0]} here" if missing else "it needs a GPU" * (small is None)
-        skipped = skipped or "no time was left" * (left <= 0)
+        if missing:
+            skipped = f"no {missing[0]} here"
+        elif small is None:
+            skipped = "it needs a GPU"
+        elif left <= 0:
+            skipped = "no time was left"
         # a path may have a space
         command = [word.format(out=logs, **names) for word in f"{words} {small}".split()]
-        results[name] = (
-            {"skipped": skipped, "seconds": 0.0}
-            if skipped
-            else in_a_process(command, left, environment, logs / f"{name}.log")
-        )
+        results[name] = {"skipped": skipped, "seconds": 0.0}
+        if not skipped:
+            results[name] = in_a_process(command, left, environment, logs / f"{name}.log")
         record = json.dumps({"device": about, **results}, indent=1)
         (out / "gpu.json").write_text(record + "\n")
         (out / "gpu.md").write_text(page(results, about))

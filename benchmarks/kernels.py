@@ -70,6 +70,11 @@ class Row:
         """FLOP/s, or bytes a second where no FLOPs are counted."""
         return (self.flops or self.bytes) / self.seconds.median if self.seconds else None
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether it is ours, or XLA's, and wrong or failed: other libraries' faults are theirs."""
+        return self.implementation in ("ours", "XLA") and self.note.startswith(("wrong", "failed"))
+
 
 def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]:
     """Other importable implementations, by name: `call(dtype)` as a case has it."""
@@ -122,20 +127,17 @@ def measure(case: cases.Case, size: cases.Size, here: Chip, seconds: float) -> I
         offered[name] = (dataclasses.replace(case, call=call), none)
     errors = _errors(case, _checked(size), offered, none)
     for name, (own, target) in offered.items():
-        error = errors[name]
-        limit = OTHERS if name not in ("ours", "XLA") else 2 * max(_number(errors["XLA"]), NOISE)
-        wrong = isinstance(error, str) or not error <= min(limit, OTHERS)
+        error, limit, note = errors[name], OTHERS, ""
+        if name in ("ours", "XLA"):
+            limit = min(2 * max(_number(errors["XLA"]), NOISE), OTHERS)
+        if isinstance(error, str):
+            error, note = None, error
+        elif not error <= limit:  # NaN is wrong too
+            note = f"wrong by {error:.2g} of the norm; not timed"
         for direction in ("forward", "backward"):
-            row = Row(case.operator, case.label, size.label, direction, name)
+            row = Row(case.operator, case.label, size.label, direction, name, error, note=note)
             row.flops = case.flops(size)[direction]
-            row.error = None if isinstance(error, str) else error
-            if wrong:
-                row.note = (
-                    error
-                    if isinstance(error, str)
-                    else f"wrong by {error:.2g} of the norm; not timed"
-                )
-            else:
+            if not note:
                 _time(row, own, size, target, seconds)
             yield row
 
@@ -216,7 +218,7 @@ def yardsticks(here: Chip, seconds: float) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures all, and writes three files."""
+    """Measures all, and writes two files; 1 where a kernel of ours, or XLA's, is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", nargs="+", choices=cases.SIZES, default=list(cases.SIZES))
@@ -257,37 +259,37 @@ def main(arguments: list[str] | None = None) -> int:
                 print(" | ".join(_cells(row, about)), flush=True)
                 _write(options.out, about, rows)  # earlier results are kept if a later case fails
     print(f"written: {options.out}/kernels.json, kernels.md")
-    return (
-        1
-        if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA"))
-        else 0
-    )
+    return int(any(row.is_fault for row in rows))
 
 
 def _yard(about: dict[str, Any]) -> str:
+    if about["of_host"]:
+        return ""
     return (
         f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "
         f"{about['copy'] / 1e9:,.0f} GB/s; shares are of these."
-        if not about["of_host"]
-        else ""
     )
 
 
 def _cells(row: Row, about: dict[str, Any]) -> list[str]:
-    rate, unit = row.rate, ("TFLOP/s" if row.flops else "GB/s")
-    timed = row.seconds
-    share = rate / about["product" if row.flops else "copy"] if rate else None
-    return [
-        f"{row.operator}: {row.label}, {row.size}",
-        row.direction,
-        row.implementation,
-        f"{timed.median * 1e3:,.3f}" if timed else "–",
-        f"{timed.low * 1e3:,.3f} to {timed.high * 1e3:,.3f}" if timed else "–",
-        f"{rate / (1e12 if row.flops else 1e9):,.4g} {unit}" if rate else "–",
-        f"{share:.0%}" if share else "–",
-        f"{row.temporaries / 1e6:,.1f} MB" if row.temporaries is not None else "–",
-        row.note or (f"error {row.error:.1e}" if row.error is not None else ""),
-    ]
+    yardstick, scale, unit = "copy", 1e9, "GB/s"
+    if row.flops:
+        yardstick, scale, unit = "product", 1e12, "TFLOP/s"
+    measured, temporaries, note = ["–"] * 4, "–", row.note
+    if row.seconds and row.rate:
+        low, high = row.seconds.low * 1e3, row.seconds.high * 1e3
+        measured = [
+            f"{row.seconds.median * 1e3:,.3f}",
+            f"{low:,.3f} to {high:,.3f}",
+            f"{row.rate / scale:,.4g} {unit}",
+            f"{row.rate / about[yardstick]:.0%}",
+        ]
+    if row.temporaries is not None:
+        temporaries = f"{row.temporaries / 1e6:,.1f} MB"
+    if not note and row.error is not None:
+        note = f"error {row.error:.1e}"
+    name = f"{row.operator}: {row.label}, {row.size}"
+    return [name, row.direction, row.implementation, *measured, temporaries, note]
 
 
 def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
@@ -299,11 +301,9 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
         )
         flat.append({**dataclasses.asdict(row), "rate": row.rate, **timed})
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
-    note = (
-        "\nFigures are of this host, where kernels are interpreted: of no GPU.\n"
-        if about["of_host"]
-        else ""
-    )
+    note = ""
+    if about["of_host"]:
+        note = "\nFigures are of this host, where kernels are interpreted: of no GPU.\n"
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
     table = Table("Median of repeated calls", HEAD, [_cells(row, about) for row in rows]).markdown()
     (out / "kernels.md").write_text(f"# {title}\n{note}\n{_yard(about)}\n\n{table}")

@@ -1,5 +1,7 @@
 """benchmarks.kernels compares before it times."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from benchmarks import cases, kernels
@@ -19,3 +21,6 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     assert rows["half"].seconds is None and "not timed" in rows["half"].note
     assert rows["none"].seconds is None and rows["none"].note.startswith("failed: ")
     assert rows["ours"].seconds and rows["XLA"].seconds
+    assert not any(row.is_fault for row in rows.values())
+    for name in ("half", "none"):
+        assert dataclasses.replace(rows[name], implementation="ours").is_fault
