@@ -168,11 +168,11 @@ def _steps(run: Workdir) -> str:
 
 
 def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
-    """Notes of the runs' readers, and a warning about losses in different units."""
+    """What the runs' readers left out, and a warning about losses in different units."""
     warnings = []
     units: dict[str, list[str]] = {}
     for run in runs:
-        warnings += [f"{run.name}: {note}" for note in run.workdir.notes]
+        warnings += [f"{run.name}: {omission}" for omission in run.workdir.omissions]
         units.setdefault(run.workdir.unit, []).append(run.name)
     if len(units) > 1:
         each = "; ".join(f"{unit}: {', '.join(names)}" for unit, names in units.items())

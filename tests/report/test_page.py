@@ -378,7 +378,7 @@ def test_arrays_average_over_bins_and_skip_missing_entries():
 
 def test_the_made_up_run_is_read_whole(tmp_path):
     run = read_workdir(write_run(tmp_path / "run", 50, load_every=5))
-    assert (len(run.recorded), run.steps, run.notes) == (50, (1, 50), [])
+    assert (len(run.recorded), run.steps, run.omissions) == (50, (1, 50), [])
     assert len(run.vectors["load"].steps) == 10 and run.vectors["load"].shape == (6, 9)
     assert run.series["eval/loss"].finite.size == 8
     assert (run.prompt, run.unit, run.name) == ("def ", "nats per byte", "tiny")
@@ -400,7 +400,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert run.recorded.tolist() == [1, 3]
     assert run.series["loss"].mean() == 1.5
     # The last one, which is being written, waits for the next time.
-    assert run.notes == ["Left out of metrics.jsonl: 10 unreadable lines."]
+    assert run.omissions == ["Left out of metrics.jsonl: 10 unreadable lines."]
 
 
 def test_an_integer_beyond_all_floats_is_not_finite(tmp_path):
@@ -411,7 +411,7 @@ def test_an_integer_beyond_all_floats_is_not_finite(tmp_path):
     run = read_workdir(tmp_path)
     assert run.series["loss"].bad_steps == [1] and not run.vectors["a"].finite.size
     assert run.recorded.tolist() == [1, 2]
-    assert run.notes == ["Left out of metrics.jsonl: 1 unreadable line."]
+    assert run.omissions == ["Left out of metrics.jsonl: 1 unreadable line."]
 
 
 def test_of_several_lines_of_a_step_the_last_counts(tmp_path):
@@ -431,6 +431,6 @@ def test_unusable_small_files_are_said(tmp_path):
     (tmp_path / "sample.txt").write_bytes(b"ok \xff")
     run = read_workdir(tmp_path)
     assert run.config == {}
-    assert len(run.notes) == 3
-    assert run.notes[0].startswith("config.json is not a readable JSON object")
+    assert len(run.omissions) == 3
+    assert run.omissions[0].startswith("config.json is not a readable JSON object")
     assert run.sample == "ok �"

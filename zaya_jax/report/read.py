@@ -138,7 +138,7 @@ class Series:
 
 @dataclasses.dataclass
 class Workdir:
-    """What a run's folder holds; `notes` say what of it could not be read."""
+    """What a run's folder holds; `omissions` say what of it could not be read."""
 
     path: pathlib.Path
     # the steps, rising
@@ -151,7 +151,7 @@ class Workdir:
     lineage: list = dataclasses.field(default_factory=list)
     sample: str = ""
     prompt: str = ""
-    notes: list[str] = dataclasses.field(default_factory=list)
+    omissions: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def first_step(self) -> int:
@@ -213,9 +213,9 @@ class Workdir:
 def read_workdir(path: pathlib.Path) -> Workdir:
     """Reads metrics.jsonl, the JSON files and the sample, as far as they are there."""
     run = Workdir(path)
-    run.config = _json_object(path / "config.json", run.notes)
-    run.environment = _json_object(path / "environment.json", run.notes)
-    run.lineage = _json_object(path / "lineage.json", run.notes).get("forked", [])
+    run.config = _json_object(path / "config.json", run.omissions)
+    run.environment = _json_object(path / "environment.json", run.omissions)
+    run.lineage = _json_object(path / "lineage.json", run.omissions).get("forked", [])
     if (path / "sample.txt").is_file():
         run.sample = (path / "sample.txt").read_text("utf-8", errors="replace")
     prompt = run.setting("log.sample_prompt") or ""
@@ -223,14 +223,14 @@ def read_workdir(path: pathlib.Path) -> Workdir:
         run.prompt = prompt
     metrics_file = path / "metrics.jsonl"
     if not metrics_file.is_file():
-        run.notes.append("There is no metrics.jsonl in this workdir.")
+        run.omissions.append("There is no metrics.jsonl in this workdir.")
         return run
-    run.recorded, run.series, arrays = _read_metrics(metrics_file, run.notes)
+    run.recorded, run.series, arrays = _read_metrics(metrics_file, run.omissions)
     for key, series in arrays.items():
         if len(series.shape) == 1 or key == "load":
             run.vectors[key] = series
         else:
-            run.notes.append(f"{key} is not drawn: it has more than one number for each layer.")
+            run.omissions.append(f"{key} is not drawn: it has more than one number for each layer.")
     return run
 
 
@@ -245,10 +245,10 @@ def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
     path = pathlib.Path(place) / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is not there; give the folder of a run")
-    notes: list[str] = []
-    steps, numbers, arrays = _read_metrics(path, notes)
-    if notes:
-        warnings.warn(" ".join(notes), stacklevel=2)
+    omissions: list[str] = []
+    steps, numbers, arrays = _read_metrics(path, omissions)
+    if omissions:
+        warnings.warn(" ".join(omissions), stacklevel=2)
     table = {"step": steps}
     for name, series in (numbers | arrays).items():
         table[name] = np.full((len(steps), *series.shape), np.nan)
@@ -257,7 +257,7 @@ def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def _read_metrics(
-    path: pathlib.Path, notes: list[str]
+    path: pathlib.Path, omissions: list[str]
 ) -> tuple[np.ndarray, dict[str, Series], dict[str, Series]]:
     """The recorded steps; the metrics that are numbers, and those that are arrays.
 
@@ -276,12 +276,12 @@ def _read_metrics(
             elif line.strip() and line.endswith(b"\n"):
                 unreadable += 1
     if not steps:
-        notes.append("metrics.jsonl holds no complete step yet.")
+        omissions.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
-        notes.append(f"Left out of metrics.jsonl: {counted(unreadable, 'unreadable line')}.")
+        omissions.append(f"Left out of metrics.jsonl: {counted(unreadable, 'unreadable line')}.")
     if odd:
         keys = ", ".join(sorted(odd)[:8])
-        notes.append(
+        omissions.append(
             f"Left out of {keys}: lists that are not numbers, or have another shape than the first"
             " one."
         )
@@ -344,11 +344,11 @@ def _record(line: bytes) -> dict | None:
     return record if step == int(step) else None
 
 
-def _json_object(path: pathlib.Path, notes: list[str]) -> dict:
+def _json_object(path: pathlib.Path, omissions: list[str]) -> dict:
     if not path.is_file():
         return {}
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(path.read_bytes()), dict):
             return value
-    notes.append(f"{path.name} is not a readable JSON object and is left out.")
+    omissions.append(f"{path.name} is not a readable JSON object and is left out.")
     return {}

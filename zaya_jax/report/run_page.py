@@ -109,7 +109,7 @@ def _warnings(run: Workdir) -> list[str]:
         if key in run.series and (steps := run.series[key].bad_steps):
             times = counted(len(steps), "step")
             warnings.append(f"{key} was not finite at {times}, first at step {steps[0]:,}.")
-    return warnings + run.notes
+    return warnings + run.omissions
 
 
 def _lineage(run: Workdir) -> Section:
