@@ -130,7 +130,7 @@ def compare(ask: Ask, rates: Rates) -> dict[str, Any]:
         "too_large": len(models) - len(candidates),
         "shapes": _rows(ask, candidates, rates),
         "zaya1_base": _beside(ask, candidates, rates),
-        "assumed": rates.rows(),
+        "assumed": list(rates.rows()),
     }
 
 

@@ -10,7 +10,7 @@ measured first.
 import collections
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from zaya_jax.hardware import chips, measured, sizing
 from zaya_jax.hardware.clusters import Cluster
@@ -68,15 +68,13 @@ class Rates:
         """The rates that have ends."""
         return [name for name, rate in vars(self).items() if rate.fast_slow]
 
-    def rows(self) -> list[tuple[str, float, str]]:
-        """Each rate with its name, value and source, for a table."""
-        rows = []
+    def rows(self) -> Iterator[tuple[str, float, str]]:
+        """Each rate's name, value and source, for a table."""
         for name, rate in vars(self).items():
             source = rate.source
             if rate.fast_slow:
                 source += "; fast {:.3g}, slow {:.3g}".format(*rate.fast_slow)
-            rows.append((name, rate.value, source))
-        return rows
+            yield name, rate.value, source
 
     def at_ends(self, end: int, names: Iterable[str]) -> "Rates":
         """These rates at their fast (0) or slow (1) end, the others as they are."""
