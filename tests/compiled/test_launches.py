@@ -275,6 +275,19 @@ def test_memory_over_a_program_is_the_compilers():
     assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)
 
 
+def test_frozen_weights_are_weights():
+    """Of low-rank updates and of pairs; they were part of the batch."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here)
+
+    state = {"params": {"layers": {"a": like(2, 4)}}, "optimizer": like(2, 4), "frozen": like(8, 8)}
+    memory = buffers.ProgramMemory(400, 0, 0, 0, ())
+    found = measure._memory(memory, state, launches.Program((), {}, {}))
+    assert (found["weights"], found["optimizer"], found["batch and figures"]) == (288, 32, 80)
+
+
 def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
     array = (hlo.HloArray("f32", (1 << 20,)),)
     sent = hlo.Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))

@@ -107,7 +107,8 @@ def _memory(
     """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a
     weight, with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for
     the backward pass."""
-    weights = sum(map(states.bytes_per_device, jax.tree.leaves(state["params"])))
+    all_weights = state["params"], state.get("frozen")
+    weights = sum(map(states.bytes_per_device, jax.tree.leaves(all_weights)))
     optimizer = sum(map(states.bytes_per_device, jax.tree.leaves(state["optimizer"])))
     of_weights = set()
     for x in jax.tree.leaves(state["params"]):
