@@ -151,7 +151,7 @@ class Batches:
         config: Config,
         tokenizer: Tokenizer,
         process: tuple[int, int] = (0, 1),
-        rounds: int = order.MIN_ROUNDS,  # fewer measure the order of large sources on small ones
+        rounds: int = order.MIN_ROUNDS,  # with fewer, tests order small sources as large ones are
     ) -> None:
         self.data = config.data
         self.process = process
@@ -236,7 +236,7 @@ class Batches:
         _, stretch = era.mixture.stretch_of(step)
         slots = np.array(local_rows(stretch.batch, self.process))
         rows = pack.BatchBuilder(len(slots), era.seq_len, self.pad_id)
-        batch_sources = era.mixture.sources(step)  # of all slots, and of ours
+        batch_sources = era.mixture.sources(step)  # of each slot of the global batch
         our_sources = batch_sources[slots]
         for k in np.unique(our_sources):
             source = self.source(era, int(k))

@@ -126,7 +126,9 @@ class PreparedStore:
         self.manifest = load_manifest(directory)
         table = load_shards(directory, self.manifest)
         self.shards = table[table["split"] == shard_format.SPLITS.index(split)]
+        self.num_shards = len(self.shards)
         self.first_token = np.append(0, np.cumsum(self.shards["tokens"].astype(np.int64)))
+        self.num_tokens = int(self.first_token[-1])
         self.bundle_tokens = int(self.manifest["bundle_tokens"])
         # Of its content, not of its input's place: prepared again, it is the same.
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
@@ -168,16 +170,6 @@ class PreparedStore:
                 f"{self.name} was prepared for a context of {self.chat_context}, and rows of"
                 f" {seq_len} tokens would cut its chats; prepare it with --context={seq_len}"
             )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens on the tape."""
-        return int(self.first_token[-1])
-
-    @property
-    def num_shards(self) -> int:
-        """Shards of this split."""
-        return len(self.shards)
 
     def shard_file(self, shard: int) -> str:
         """A shard's file name."""
@@ -372,14 +364,16 @@ def join(directory: str, name: str) -> str:
 
 
 def is_prepared(directory: str) -> bool:
-    """Whether an address is a directory that prepare_data wrote; UserError where it is one left
-    unfinished."""
+    """Whether a path of the config is a directory that prepare_data wrote; UserError where it is one
+    left unfinished."""
     if not is_local(directory):
         return True  # text corpora are local
     path = pathlib.Path(directory)
+    if directory == "stdlib":
+        return False  # Python's library, whatever a folder of this name holds
     if (path / shard_format.MANIFEST).is_file():
         return True
-    if (path / ".work").is_dir():
+    if (path / shard_format.WORK).is_dir():
         raise UserError(
             f"{directory} is a preparation that has not finished; run the same prepare_data command"
             " again, it continues"

@@ -85,7 +85,7 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
     described_as = f"config.data.tokenizer={data.tokenizer!r}"
     if data.chats:
         chat_template.require_turn_tokens(tokenizer, described_as)
-    if path != "stdlib" and is_prepared(path):
+    if is_prepared(path):
         refuse_prepared_pairs(config, path)
         store = PreparedStore(path, split, data.on_corrupt)
         store.require_tokenizer(tokenizer, described_as)
@@ -98,7 +98,11 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
         if data.chats:
             sides = _open_chats(config, path, tokenizer)
         else:
-            sides = made_once([path], (tokenizer.sha256,), lambda: _open_text(path, tokenizer))
+            sides = made_once(
+                [path],
+                (tokenizer.sha256,),
+                lambda: _both_sides(path, *text_files.text_corpus(path, tokenizer)),
+            )
     return sides[SPLITS.index(split)]
 
 
@@ -127,16 +131,12 @@ def require_chats(store: PreparedStore, context: int) -> None:
     store.require_context(context)
 
 
-def _open_text(path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStore]:
-    return _both_sides(path, *text_files.text_corpus(path, tokenizer))
-
-
 def _open_chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[MemoryStore, MemoryStore]:
     """A chat is held out by the hash of its content, the same in all sources of the run."""
     context = config.data.seq_len
     pairs = config.run.takes_pairs
     sources, _ = mix.plan_sources(config)
-    paths = [source for source in sources if source == "stdlib" or not is_prepared(source)]
+    paths = [source for source in sources if not is_prepared(source)]
 
     def make() -> dict[str, tuple[MemoryStore, MemoryStore]]:
         chats = {

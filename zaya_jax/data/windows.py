@@ -145,7 +145,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
     trained = {_real_path(source): source for source in mix.plan_sources(config)[0]}
     store: TokenStore
     with fields.naming(where):
-        if path != "stdlib" and is_prepared(path):
+        if is_prepared(path):
             refuse_prepared_pairs(config, path)
             store = PreparedStore(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
@@ -165,7 +165,7 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
     """UserError where some of the files belong to a source of text that is trained on."""
     files = text_files.identities(path)
     for source in trained:
-        if source == "stdlib" or not is_prepared(source):
+        if not is_prepared(source):
             shared = files.keys() & text_files.identities(source).keys()
             if shared:
                 example = min(files[identity] for identity in shared)

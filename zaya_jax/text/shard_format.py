@@ -32,6 +32,7 @@ from zaya_jax.text.token_block import Document, TokenBlock, with_targets
 
 FORMAT, VERSION = "zaya_jax tokens", 2
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
+WORK = ".work"  # a folder of the preparation's own, until the manifest is there
 SPLITS = ("train", "held_out")
 SUFFIX = ".tokens"
 BUNDLE_BYTES = 64 << 10  # of tokens: one read for every few sequences
@@ -47,8 +48,8 @@ SHARD_TYPE = np.dtype(
         ("tokens", "<u8"),
         ("documents", "<u8"),
         ("pages", "<u8"),
-        ("places_at", "<u8"),
-        ("lengths_at", "<u8"),
+        ("places_at", "<u8"),  # where the table of bundles begins in the file
+        ("lengths_at", "<u8"),  # and that of documents
         ("places_crc32c", "<u4"),
         ("lengths_crc32c", "<u4"),
     ]
