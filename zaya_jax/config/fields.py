@@ -37,7 +37,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 # Of strings; a path may be an address, a source is "path=weight".
-KINDS = ("name", "path", "text", "source")
+TEXT_KINDS = ("name", "path", "text", "source")
 # keys of older versions' records, which are not read
 WITHDRAWN = (
     "config.checkpoint.keep_tokens",
@@ -50,7 +50,7 @@ LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = (
     "a run's folder, FOLDER@STEP, a directory of transformers' zaya, or OWNER/NAME on the hub"
 )
-LONGEST = 80  # characters of a value in a message
+LONGEST_VALUE = 80  # characters of a value in a message
 
 
 def on_a_line(error: BaseException) -> str:
@@ -76,9 +76,9 @@ def choice(default: Any, choices: tuple, meaning: str) -> Any:
 
 
 def text(default: Any, kind: str, meaning: str) -> Any:
-    """Other words, or a row of them, of one of KINDS; an empty one only where that is the
+    """Other words, or a row of them, of one of TEXT_KINDS; an empty one only where that is the
     default."""
-    assert kind in KINDS, kind
+    assert kind in TEXT_KINDS, kind
     return _declare(default, meaning, kind=kind)
 
 
@@ -270,4 +270,8 @@ def nearest(value: Any, choices: Iterable[str]) -> str:
 def shown(value: Any) -> str:
     """A value in a message: its repr on one line, cut if it is too long to read."""
     out = " ".join(repr(value).splitlines())
-    return out if len(out) <= LONGEST else f"{out[: LONGEST - 20]} ... ({len(out)} characters)"
+    return (
+        out
+        if len(out) <= LONGEST_VALUE
+        else f"{out[: LONGEST_VALUE - 20]} ... ({len(out)} characters)"
+    )

@@ -23,8 +23,8 @@ from zaya_jax.text.chat import Message
 
 SENTINEL = "zjmark"  # with a number and "z": no filter of a template changes letters
 ANSWER, REASONING = "an answer", "the last reasoning"
-KINDS = {"assistant": ANSWER, "user": "a question", "system": "a system text"}
-KINDS |= dict.fromkeys(chat.RESULT_ROLES, "a result")
+PART_NAMES = {"assistant": ANSWER, "user": "a question", "system": "a system text"}
+PART_NAMES |= dict.fromkeys(chat.RESULT_ROLES, "a result")
 QUESTION = Message("user", "", "?")
 Spans = list[tuple[int, int]]
 Render = Callable[[Any, Sequence[Message], bool], str]  # of tools, turns, with a generation prompt
@@ -163,7 +163,9 @@ class AnswerLocator:
             turn = turn.with_reasoning(self._with_sentinel(REASONING, turn.reasoning))
         # An empty system text says nothing, and many templates leave it out.
         if content.strip() or not (calls or turn.reasoning or turn.role == "system"):
-            content = self._with_sentinel(KINDS.get(turn.role, "a turn of another role"), content)
+            content = self._with_sentinel(
+                PART_NAMES.get(turn.role, "a turn of another role"), content
+            )
         if calls:
             extra["tool_calls"] = [self._with_sentinel_in_name("a call", call) for call in calls]
         return dataclasses.replace(turn, content=content, extra_fields=extra)
