@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
 from zaya_jax.progress import Progress
-from zaya_jax.text import chat, inputs, prepare, shard_format
+from zaya_jax.text import chat, prepare, shard_format, text_files
 
 
 def run_preparation(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run_preparation(args: argparse.Namespace) -> int:
             options, args.out, args.processes or 0, show, args.part
         )
     if was_complete:
-        print(f"{inputs.shown(args.out)} is complete already: nothing to do")
+        print(f"{text_files.printable(args.out)} is complete already: nothing to do")
     if manifest is None:
         print(f"{part_name} is done. When all parts are done, run the same command without --part.")
     else:
@@ -79,7 +79,7 @@ def print_summary(manifest: dict, out: str) -> None:
     print(f"left out  {left_out}")
     _print_examples("skipped", left_out.bad, left_out.bad_examples)
     _print_examples("not text", left_out.not_text, left_out.not_text_examples)
-    print(f"written   {inputs.shown(out)}")
+    print(f"written   {text_files.printable(out)}")
 
 
 def _print_examples(word: str, count: int, examples: Sequence[str]) -> None:
@@ -95,7 +95,9 @@ def verify(directory: str) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        print(f"{inputs.shown(directory)} is damaged, as listed above: {len(problems)} in all")
+        print(
+            f"{text_files.printable(directory)} is damaged, as listed above: {len(problems)} in all"
+        )
         return 4
     print_summary(prepared_store.load_manifest(directory), directory)
     print("verified  every checksum is as the manifest says")

@@ -229,7 +229,7 @@ def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
 
 @pytest.mark.usefixtures("in_process")
 def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "LONGEST", 1 << 20)
+    monkeypatch.setattr(text_files, "LONGEST_TEXT", 1 << 20)
     (tmp_path / "long.txt.gz").write_bytes(gzip.compress(b"long" * (1 << 18) + b"x", 0))
     (tmp_path / "picture").write_bytes(b"\0" * (1 << 20) + b"x")
     (tmp_path / "sound.txt").write_bytes(b"long" * (1 << 18))

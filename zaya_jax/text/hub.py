@@ -18,9 +18,9 @@ def shard_inputs(spec: str, planned: Iterable[str] = ()) -> list[str]:
     """The inputs that --input=hf:... names: those that a preparation has `planned`, if it has, or
     those of the newest commit; UserError where there is no such data set, or `datasets` is
     missing."""
-    begun = [path for path in planned if path.startswith(f"{spec}#")]
-    if begun:
-        return begun
+    already_planned = [path for path in planned if path.startswith(f"{spec}#")]
+    if already_planned:
+        return already_planned
     commit = _call("load_dataset_builder", spec).hash
     count = _load(spec, commit).num_shards
     return [f"{spec}#{index}/{count}@{commit}" for index in range(count)]

@@ -66,7 +66,7 @@ class InputRange:
     cost: int  # bytes, for progress
 
     def __str__(self) -> str:
-        return shown(self.path)
+        return text_files.printable(self.path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class TextOrChat:
             return chat.parse_chat(chat.leading_turns(record) + turns)
         text = record.get(self.text_field)
         if isinstance(text, str):
-            if len(text) > text_files.LONGEST:
+            if len(text) > text_files.LONGEST_TEXT:
                 raise BadInput(f"a text that {text_files.TOO_LONG}")
             try:
                 utf8(text)
@@ -144,12 +144,6 @@ class ChatPair:
 
 
 Form = TextOrChat | ChatPair  # of the records of a file
-
-
-def shown(path: str) -> str:
-    """A path on one line, whatever bytes it has."""
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def file_stamp(path: str) -> tuple[int, int]:
@@ -300,10 +294,10 @@ def _open(path: str) -> Iterator[io.BufferedIOBase]:
 
 def _text(piece: InputRange) -> Sample:
     with _open(piece.path) as file:
-        raw = file.read(text_files.LONGEST + 1)
+        raw = file.read(text_files.LONGEST_TEXT + 1)
     if b"\0" in raw:
         raise NotText(piece, "binary")
-    if len(raw) > text_files.LONGEST:
+    if len(raw) > text_files.LONGEST_TEXT:
         raise BadInput(f"{piece} {text_files.TOO_LONG}")
     try:
         return Sample(piece.name, str(piece), raw.decode("utf-8-sig"))
@@ -357,7 +351,9 @@ def _open_parquet(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pyarrow.ArrowException, ValueError) as error:
-        raise BadInput(f"{shown(path)} is not a Parquet file: {first_line(error)}") from None
+        raise BadInput(
+            f"{text_files.printable(path)} is not a Parquet file: {first_line(error)}"
+        ) from None
 
 
 def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:

@@ -139,7 +139,7 @@ def _explaining_failures(out: str) -> Iterator[None]:
     except inputs.BadInput as error:
         raise UserError(f"{error}{RESUME_HINT}, also with --skip_bad added") from None
     except OSError as error:  # reading input raises BadInput, so this is of the directory
-        path = inputs.shown(error.filename or out)
+        path = text_files.printable(error.filename or out)
         raise StorageError(
             f"{path} cannot be read or written: {error.strerror or error}{RESUME_HINT}"
         ) from None
@@ -167,7 +167,7 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
         changed = before ^ {tuple(file) for file in plan["files"]}
         differing.remove("files")
         if changed:  # otherwise they come in another order, since `inputs` differ
-            example = inputs.shown(min(changed)[0])
+            example = text_files.printable(min(changed)[0])
             differing.append(f"input files ({example} was changed, added or removed)")
     if differing:
         raise UserError(

@@ -7,6 +7,7 @@ task write the same bytes twice. Tasks run in processes of this machine.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -22,13 +23,12 @@ from typing import Any
 from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, shard_format, text_files, tokenizers
 from zaya_jax.text.inputs import InputRange
-from zaya_jax.text.shard_format import ShardWriter
+from zaya_jax.text.shard_format import WORK, ShardWriter
 from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import Tokenizer
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
 File = tuple[str, int, int]  # path, bytes, time of change in ns
-WORK = ".work"
 EXAMPLES = 20  # of left-out input, named in the manifest
 RECORD_READERS = 16  # at a time: each record is a wait on a network file system
 
@@ -120,19 +120,16 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 def run_task(task: Task, job: Job) -> int:
     """Tokenise one task's input into its shards and record it; returns its number of tokens."""
     tokenizer = tokenizers.load(job.directory / shard_format.TOKENIZER)
-    writer = _TaskWriter(task, job, tokenizer)
-    try:
+    with contextlib.closing(_TaskWriter(task, job, tokenizer)) as writer:
         for piece in task.ranges:
             writer.add(piece)
         for path, *stamp in task.files:
             if [*inputs.file_stamp(path)] != stamp:
                 raise UserError(
-                    f"{inputs.shown(path)} has changed since the preparation began;"
+                    f"{text_files.printable(path)} has changed since the preparation began;"
                     " restore it, or begin anew in another directory"
                 )
         return writer.commit()
-    finally:
-        writer.close()
 
 
 def unfinished_tasks(job: Job, tasks: list[Task]) -> list[Task]:
@@ -190,15 +187,12 @@ class LeftOut:
 
     def add_bad(self, error: inputs.BadInput) -> None:
         """Count a record or file that cannot be read."""
-        examples = self.bad_examples
+        example = [str(error)]
         if isinstance(error, inputs.NotText):
-            examples = self.not_text_examples
-            self.not_text += 1
-            self.not_text_kinds[error.kind] += 1
+            kinds = {error.kind: 1}
+            self.add(LeftOut(not_text=1, not_text_examples=example, not_text_kinds=kinds))
         else:
-            self.bad += 1
-        if len(examples) < EXAMPLES:
-            examples.append(str(error))
+            self.add(LeftOut(bad=1, bad_examples=example))
 
 
 class _TaskWriter:

@@ -26,14 +26,14 @@ from zaya_jax.text.tokenizers import Tokenizer
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
 # bytes of a file that is one text: while it is encoded, a token takes 420 to 490 bytes
-LONGEST = 256 << 20
+LONGEST_TEXT = 256 << 20
 TOO_LONG = (
-    f"has more than {LONGEST >> 20} MiB, too many for one document; split it, or make a JSONL file"
+    f"has more than {LONGEST_TEXT >> 20} MiB, too many for one document; split it, or make a JSONL file"
     " of it"
 )
 EXAMPLES_IN_WARNING = 3  # of files left out; the others are counted
 # What a file holds, by its suffix without that of a compression; others are text.
-KINDS = {
+FILE_KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -76,10 +76,10 @@ def find_files(pattern: str) -> list[pathlib.Path]:
     """
     paths: Iterable[pathlib.Path]
     if pattern == "stdlib":
-        skip = ("site-packages", "dist-packages", "__pycache__")
-        paths = [path for path in _walk(stdlib(), skip) if path.suffix == ".py"]
+        folders = _folders(stdlib(), skip=("site-packages", "dist-packages", "__pycache__"))
+        paths = [path for folder in folders for path in _glob(folder, ["*.py"])]
     elif os.path.isdir(pattern):
-        paths = _walk(pathlib.Path(pattern))
+        paths = _glob(pathlib.Path(pattern), ["**"])
     elif os.path.lexists(pattern):
         paths = [pathlib.Path(pattern)]
     else:
@@ -128,12 +128,6 @@ def unique_files(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     return sorted(min(several, key=rank) for several in names.values())
 
 
-def _walk(root: pathlib.Path, skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
-    """All entries of a folder and of those below it."""
-    for folder in _folders(root, skip):
-        yield from _entries(folder)
-
-
 def _folders(root: pathlib.Path, skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
     """A folder and all below it, each once; those that links lead to come last, under the link's
     name."""
@@ -162,7 +156,7 @@ def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
 
 
 def _glob(folder: pathlib.Path, segments: Sequence[str]) -> Iterator[pathlib.Path]:
-    """The paths that the segments of a glob name below a folder."""
+    """The paths that the segments of a glob name below a folder; "**" at its end names all."""
     if not segments:
         yield folder
         return
@@ -188,7 +182,13 @@ def file_kind(name: str) -> str:
     name = name.lower()
     for suffix in COMPRESSION:
         name = name.removesuffix(suffix)
-    return KINDS.get(pathlib.Path(name).suffix, "text")
+    return FILE_KINDS.get(pathlib.Path(name).suffix, "text")
+
+
+def printable(path: str) -> str:
+    """A path on one line, whatever bytes it has."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def identity(path: str | os.PathLike) -> object:
@@ -273,24 +273,31 @@ def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
         yield name, file
 
 
+def _text_or_reason(file: pathlib.Path) -> tuple[str, str]:
+    """(the text of a file, why it has none): one of the two is empty."""
+    kind = file_kind(file.name)
+    if kind not in ("text", "jsonl"):
+        return "", kind
+    if file.stat().st_size > LONGEST_TEXT:
+        raise UserError(f"{file} {TOO_LONG}")
+    raw = file.read_bytes()
+    if b"\0" in raw:
+        return "", "binary"
+    try:
+        return raw.decode("utf-8-sig"), ""
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+
+
 def named_texts(path: str) -> list[tuple[str, str]]:
     """(name, text) of each document of a text corpus; files that are not text are counted and
     reported."""
     documents: list[tuple[str, str]] = []
     not_text: list[str] = []
     for name, file in files_for_memory(path):
-        kind = file_kind(name)
-        if kind in ("text", "jsonl"):
-            if file.stat().st_size > LONGEST:
-                raise UserError(f"{path!r}: {name} {TOO_LONG}")
-            raw = file.read_bytes()
-            try:
-                text = raw.decode("utf-8-sig")
-                kind = "binary" if b"\0" in raw else ""
-            except UnicodeDecodeError:
-                kind = "not UTF-8"
-        if kind:
-            not_text.append(f"{ascii(name)[1:-1]} ({kind})")
+        text, reason = _text_or_reason(file)
+        if reason:
+            not_text.append(f"{printable(name)} ({reason})")
         elif text.strip():
             documents.append((name, text))
     examples = ", ".join(not_text[:EXAMPLES_IN_WARNING])
@@ -315,6 +322,6 @@ def named_texts(path: str) -> list[tuple[str, str]]:
             path,
             len(records),
             len(documents),
-            ascii(records[0])[1:-1],
+            printable(records[0]),
         )
     return documents
