@@ -13,6 +13,7 @@ bad record costs one record, a damaged compressed file its rest, damaged Parquet
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gzip
 import io
 import json
@@ -31,6 +32,7 @@ CHAT_FIELDS = ("messages", "conversations", "conversation")
 OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
 FEATHER, FIRST_FEATHER = b"ARROW1", b"FEA1"  # with which such files begin
+Stamp = tuple[int, int]  # bytes, time of change in ns
 RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
 
@@ -61,6 +63,7 @@ class InputRange:
     path: str
     name: str  # relative, the same on any machine
     kind: str  # as `text_files.file_kind` says
+    stamp: Stamp  # of the file, when the preparation began
     start: int
     stop: int
     cost: int  # bytes, for progress
@@ -146,7 +149,7 @@ class ChatPair:
 Form = TextOrChat | ChatPair  # of the records of a file
 
 
-def file_stamp(path: str) -> tuple[int, int]:
+def file_stamp(path: str) -> Stamp:
     """A file's size and time of change. A shard of the hub has no size, and its name has the
     commit."""
     if path.startswith(text_files.HUB_PREFIX):
@@ -204,8 +207,8 @@ def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[l
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
     tasks: list[list[InputRange]] = []
     size = 0  # of the last task
-    for path, file_size, _ in files:
-        for piece in _ranges(path, file_size, root, task_bytes, groups):
+    for path, file_size, time_ns in files:
+        for piece in _ranges(path, (file_size, time_ns), root, task_bytes, groups):
             if not tasks or (size and size + piece.cost > task_bytes):
                 tasks.append([])
                 size = 0
@@ -250,26 +253,28 @@ def _row_groups(path: str) -> int:
 
 
 def _ranges(
-    path: str, size: int, root: str, task_bytes: int, groups: dict[str, int]
+    path: str, stamp: Stamp, root: str, task_bytes: int, groups: dict[str, int]
 ) -> Iterator[InputRange]:
     """The ranges that a file is divided into."""
     kind = text_files.file_kind(path)
     if kind == "hub":  # a task of its own
-        yield InputRange(path, path.rpartition("@")[0], kind, 0, 1, task_bytes)
+        yield InputRange(path, path.rpartition("@")[0], kind, stamp, 0, 1, task_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
+    piece = functools.partial(InputRange, path, name, kind, stamp)
+    size, _ = stamp
     if kind == "parquet":
         count = groups[path]
         step = max(1, count * task_bytes // max(size, 1))
         for start in range(0, count, step):
             stop = min(start + step, count)
-            yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
+            yield piece(start, stop, size * (stop - start) // count)
     elif kind == "jsonl" and not _is_compressed(path):
         for start in range(0, max(size, 1), task_bytes):
             stop = min(start + task_bytes, size)
-            yield InputRange(path, name, kind, start, stop, stop - start)
+            yield piece(start, stop, stop - start)
     else:
-        yield InputRange(path, name, kind, 0, size, size)
+        yield piece(0, size, size)
 
 
 def _is_compressed(path: str) -> bool:

@@ -28,7 +28,6 @@ from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import Tokenizer
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
-File = tuple[str, int, int]  # path, bytes, time of change in ns
 EXAMPLES = 20  # of left-out input, named in the manifest
 RECORD_READERS = 16  # at a time: each record is a wait on a network file system
 
@@ -54,7 +53,6 @@ class Task:
 
     number: int
     ranges: list[InputRange]
-    files: list[File]  # that these belong to, as they were when the preparation began
 
     @property
     def cost(self) -> int:
@@ -82,12 +80,8 @@ def plan_hash(plan: Plan) -> str:
 
 def tasks_of(plan: Plan) -> list[Task]:
     """The tasks of a plan, in their order."""
-    files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
-    tasks: list[Task] = []
-    for ranges in inputs.make_tasks(list(files.values()), plan["part_bytes"]):
-        paths = dict.fromkeys(piece.path for piece in ranges)
-        tasks.append(Task(len(tasks), ranges, [files[path] for path in paths]))
-    return tasks
+    ranges_of_tasks = inputs.make_tasks(plan["files"], plan["part_bytes"])
+    return [Task(number, ranges) for number, ranges in enumerate(ranges_of_tasks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +117,10 @@ def run_task(task: Task, job: Job) -> int:
     with contextlib.closing(_TaskWriter(task, job, tokenizer)) as writer:
         for piece in task.ranges:
             writer.add(piece)
-        for path, *stamp in task.files:
-            if [*inputs.file_stamp(path)] != stamp:
+        for piece in task.ranges:
+            if inputs.file_stamp(piece.path) != piece.stamp:
                 raise UserError(
-                    f"{text_files.printable(path)} has changed since the preparation began;"
+                    f"{piece} has changed since the preparation began;"
                     " restore it, or begin anew in another directory"
                 )
         return writer.commit()
