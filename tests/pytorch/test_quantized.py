@@ -270,6 +270,15 @@ def test_quantized_experts_are_read(made):
     assert source.stored_codes("fp8", "experts/gate_up", 1)[0].shape == (2, 16, 2, 12)
 
 
+def test_an_expert_of_another_shape_is_refused_before_any_is_read(made):
+    folder, _ = made
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.3.zaya_block.experts.local_experts.1.linear_fc2.weight"
+    stored[name] = stored[name][:, 1:].copy()
+    save_file(stored, folder / "model.safetensors")
+    check_refused(r"experts\.1\.down_proj.* has shape .*, but .*experts\.0", hf.Directory, folder)
+
+
 def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
     folder, tensors = made
     model = hf.Directory(folder).model

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from zaya_jax.config import UserError
 from zaya_jax.pytorch.hf_names import natural
 from zaya_jax.pytorch.tensor_files import TensorInfo
 
@@ -16,16 +17,23 @@ FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
 PROJECTIONS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
-class Joined:
-    """The tensors of several files, like one `TensorFile`; experts are joined as they are read."""
+def _fused_name(name: str) -> str:
+    """The tensor of all experts that a stored matrix is a part of; other tensors keep their name."""
+    matrix = MATRIX.fullmatch(name)
+    if not matrix:
+        return name
+    projection = "gate_up" if matrix[3] else "down"
+    return f"{matrix[1]}.{projection}_proj"
+
+
+class FusedExperts:
+    """The tensors of several files, like one `TensorFile`; experts are fused as they are read."""
 
     def __init__(self, files: Mapping[str, Any]):
         self._files = files
         self._stored_names: dict[str, list[str]] = {}
         for name in sorted(files, key=natural):  # gate before up, expert 9 before expert 10
-            matrix = MATRIX.fullmatch(name)
-            whole = f"{matrix[1]}.{'gate_up' if matrix[3] else 'down'}_proj" if matrix else name
-            self._stored_names.setdefault(whole, []).append(name)
+            self._stored_names.setdefault(_fused_name(name), []).append(name)
         self.tensors = {name: self._info(name) for name in self._stored_names}
 
     def _info(self, name: str) -> TensorInfo:
@@ -33,6 +41,12 @@ class Joined:
         info = self._files[first].tensors[first]
         if not MATRIX.fullmatch(first):
             return info
+        for matrix in stored:
+            shape = self._files[matrix].tensors[matrix].shape
+            if shape != info.shape:
+                raise UserError(
+                    f"{matrix} has shape {shape}, but {first} has {info.shape}; copy the weights again"
+                )
         num_experts = len({MATRIX.sub(r"\2", matrix) for matrix in stored})
         rows = info.shape[0] * len(stored) // num_experts
         return info._replace(shape=(num_experts, rows, *info.shape[1:]))

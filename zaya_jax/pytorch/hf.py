@@ -17,7 +17,7 @@ from zaya_jax.config import Model, UserError, files
 from zaya_jax.model import quantized, zaya
 from zaya_jax.pytorch import compressed, older, tensor_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.pytorch.experts import Joined
+from zaya_jax.pytorch.experts import FusedExperts
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 RECOPY = "copy config.json and weights again from one place"
@@ -42,16 +42,16 @@ class Directory(ArraySource):
             self.warning = compressed.check(quantization, str(where))
         self._is_older = older.is_older(self.config)
         if self._is_older:
-            self._joined = self._join("numbers")
-            self.config = older.config_of(self.config, self._joined.tensors, str(where))
+            self._tensors = self._tensors_of("numbers")
+            self.config = older.config_of(self.config, self._tensors.tensors, str(where))
             self.model = names.model_from_json(self.config, str(where))
         else:
             # First the config: an error there says more than one about its files.
             self.model = names.model_from_json(self.config, str(where))
-            self._joined = self._join("numbers")
+            self._tensors = self._tensors_of("numbers")
         self._check()
 
-    def _join(self, part: str) -> Joined:
+    def _tensors_of(self, part: str) -> FusedExperts:
         """All tensors under transformers' names; of quantized ones this part."""
         readers: dict[str, Any] = {**self._locate()}
         if self._is_quantized:
@@ -59,7 +59,7 @@ class Directory(ArraySource):
         if self._is_older:
             renamed = older.Renamed(readers)
             readers = dict.fromkeys(renamed.tensors, renamed)
-        return Joined(readers)
+        return FusedExperts(readers)
 
     def _locate(self) -> dict[str, TensorFile]:
         """The file of each tensor."""
@@ -85,7 +85,7 @@ class Directory(ArraySource):
 
     def _check(self) -> None:
         expected = expected_shapes(self.model)
-        stored = self._joined.tensors
+        stored = self._tensors.tensors
         # Some files repeat the tied embedding.
         odd = sorted(set(expected) ^ (set(stored) - {names.HEAD}), key=names.natural)
         if odd:
@@ -116,13 +116,13 @@ class Directory(ArraySource):
 
     def dtypes(self) -> dict[str, str]:
         """The stored dtype of every tensor: float32, float16 or bfloat16."""
-        tensors = self._joined.tensors.items()
+        tensors = self._tensors.tensors.items()
         return {name: tensor_files.DTYPES[x.dtype].name for name, x in tensors}
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor as stored; UserError if it has a NaN or an infinity, because no run could
         begin with it."""
-        x = self._joined.read(name)
+        x = self._tensors.read(name)
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
             raise UserError(
@@ -140,7 +140,7 @@ class Directory(ArraySource):
         path = tuple(name.split("/"))
         row = next(row for row in names.layer_rows(self.model) if row.path == path)
         stored = f"model.layers.{layer}.{row.name}"
-        parts = [joined.read(stored) for joined in self._codes_and_scales]
+        parts = [tensors.read(stored) for tensors in self._codes_and_scales]
         shape = names.leaf_of_row(zaya.abstract(self.model), path, layer).shape[1:]
         wanted = quantized.abstract(shape, form, quantized.INPUT_AXES[name])
         if [x.dtype for x in parts] != [x.dtype for x in wanted]:
@@ -151,8 +151,8 @@ class Directory(ArraySource):
         return codes, scale
 
     @functools.cached_property
-    def _codes_and_scales(self) -> tuple[Joined, Joined]:
-        return self._join("codes"), self._join("scale")
+    def _codes_and_scales(self) -> tuple[FusedExperts, FusedExperts]:
+        return self._tensors_of("codes"), self._tensors_of("scale")
 
     @functools.cached_property
     def arrays(self) -> dict[str, StoredArray]:
