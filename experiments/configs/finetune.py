@@ -121,7 +121,7 @@ def _find(weights: str) -> any_model.AnyModel:
     if not weights:
         raise config.UserError(
             "finetune.py needs the weights to begin with:"
-            f" --config=experiments/configs/finetune.py:MODEL, with {any_model.ACCEPTED_NAMES}"
+            f" --config=experiments/configs/finetune.py:MODEL, with {config.fields.MODEL_FORMS}"
         )
     try:
         base = any_model.find(weights)

@@ -35,7 +35,6 @@ from zaya_jax.training.workdir import check_same, read_config
 WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
-ACCEPTED_NAMES = fields.MODEL_FORMS
 # Of a model that was made here.
 NOT_IMPORTED: Mapping[str, Any] = MappingProxyType(
     {"config": {}, "generation_config": None, "dtypes": {}, "hub_name": None}
@@ -141,7 +140,7 @@ def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
     if step is None and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors*"))):
         return _find_in_directory(str(name), folder)
     raise UserError(
-        f"{name} holds no model; give {ACCEPTED_NAMES}, or config= with a state that Orbax saved"
+        f"{name} holds no model; give {fields.MODEL_FORMS}, or config= with a state that Orbax saved"
     )
 
 
@@ -178,7 +177,9 @@ def open_weights(name: str) -> ArraySource:
             return hf.Directory(folder)
         return with_base(open_source(location))
     except UserError as error:
-        raise UserError(f"config.run.init_from={name}: {error}; or give {ACCEPTED_NAMES}") from None
+        raise UserError(
+            f"config.run.init_from={name}: {error}; or give {fields.MODEL_FORMS}"
+        ) from None
 
 
 def with_base(source: ArraySource) -> ArraySource:
@@ -211,7 +212,7 @@ def resolve(name: str | os.PathLike) -> tuple[Path, int | None]:
         return Path(folder), step
     if downloaded := _on_hub(str(name)):
         return downloaded, None
-    raise UserError(f"{name} is not a folder; give {ACCEPTED_NAMES}")
+    raise UserError(f"{name} is not a folder; give {fields.MODEL_FORMS}")
 
 
 def _on_hub(name: str) -> Path | None:
@@ -228,7 +229,7 @@ def _on_hub(name: str) -> Path | None:
     except Exception as error:  # the hub's own classes, the network's, the disk's
         raise UserError(
             f"{name} is not a folder here, and could not be downloaded from the Hugging Face"
-            f" hub ({first_line(error)}); give {ACCEPTED_NAMES}; without a network, download it"
+            f" hub ({first_line(error)}); give {fields.MODEL_FORMS}; without a network, download it"
             " elsewhere and give its folder"
         ) from None
 

@@ -88,10 +88,10 @@ def write(folder: Path, model: AnyModel, publication: Publication, adapters: boo
         "## Use",
         f"```python\n{_example(folder, model, publication, base, adapters)}```",
     ]
-    # weights in memory may have been changed
-    if rows := [*_results(model)] if model.source.workdir else []:
-        table = ["| evaluated on | metric | value |", "|---|---|---|", *rows]
-        sections += ["## Results of `experiments.evaluate`", "\n".join(table)]
+    if model.source.workdir:  # weights in memory may have been changed since
+        table = ["| evaluated on | metric | value |", "|---|---|---|", *_results(model)]
+        if len(table) > 2:
+            sections += ["## Results of `experiments.evaluate`", "\n".join(table)]
     files.write(folder / hub.CARD, ("\n\n".join(sections) + "\n").encode())
 
 

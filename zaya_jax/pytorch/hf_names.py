@@ -57,7 +57,9 @@ class TensorRow:
 
 def _linear(path: str, name: str, bias: bool) -> list[TensorRow]:
     rows = [TensorRow((*path.split("/"), "kernel"), f"{name}.weight", "matrix")]
-    return rows + [TensorRow((*path.split("/"), "bias"), f"{name}.bias")] * bias
+    if bias:
+        rows.append(TensorRow((*path.split("/"), "bias"), f"{name}.bias"))
+    return rows
 
 
 def _join(path: str, name: str) -> list[TensorRow]:
@@ -103,12 +105,15 @@ def layer_rows(model: Model) -> list[TensorRow]:
 
 def top_rows(model: Model) -> list[TensorRow]:
     """The rows outside the layers. The tied head's matrix appears once, as the embedding."""
-    return [
+    rows = [
         TensorRow(("embed", "embedding"), EMBEDDING),
         TensorRow(("embed", "bias"), "model.input_hidden_states_bias"),
         TensorRow(("embed", "scale"), "model.input_hidden_states_scale"),
         TensorRow(("final_norm", "scale"), "model.norm.weight"),
-    ] + [TensorRow(("head", "bias"), "lm_head.bias")] * model.lm_head_bias
+    ]
+    if model.lm_head_bias:
+        rows.append(TensorRow(("head", "bias"), "lm_head.bias"))
+    return rows
 
 
 def all_rows(model: Model) -> Iterator[tuple[str, TensorRow, int | None]]:
