@@ -29,7 +29,8 @@ class StorageError(RuntimeError):
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Has a UserError of a room that knows no option or key begin with the one it is about."""
+    """Has a UserError begin with the option or key that it is about, where what raises it knows
+    none."""
     try:
         yield
     except UserError as error:
@@ -188,10 +189,12 @@ def check_fields(value: Any, prefix: str = "config.") -> None:
     """UserError on the first key of a dataclass, its groups and rows included, that breaks its
     declaration."""
     for field in dataclasses.fields(value):
-        found, path = getattr(value, field.name), f"{prefix}{field.name}"
-        row = isinstance(found, tuple)
-        for i, item in enumerate(found if row else (found,)):
-            _check(field, item, f"{path}[{i}]" if row else path)
+        given, path = getattr(value, field.name), f"{prefix}{field.name}"
+        if not isinstance(given, tuple):
+            _check(field, given, path)
+            continue
+        for i, item in enumerate(given):
+            _check(field, item, f"{path}[{i}]")
 
 
 def _check(field: dataclasses.Field, value: Any, path: str) -> None:
@@ -207,7 +210,10 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
     if "range" in field.metadata:
         least, greatest = field.metadata["range"]
         if not least <= value <= greatest:  # NaN is not
-            raise UserError(f"{given} is out of range; it must be {range_text(field)}")
+            least, greatest = limits(field)
+            raise UserError(
+                f"{given} is out of range; it must be at least {least} and at most {greatest}"
+            )
     elif "choices" in field.metadata:
         choices = field.metadata["choices"]
         if value not in choices:
@@ -244,12 +250,9 @@ def only_value(field: dataclasses.Field) -> Any:
     return allowed.pop() if len(allowed) == 1 else None
 
 
-def range_text(field: dataclasses.Field) -> str:
-    """at least 0 and at most 1."""
-    return " and ".join(
-        f"{word} {x if isinstance(x, int) else format(x, 'g')}"
-        for word, x in zip(("at least", "at most"), field.metadata["range"], strict=True)
-    )
+def limits(field: dataclasses.Field) -> list[str]:
+    """The least and the greatest value of a key that is a number."""
+    return [str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"]]
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:

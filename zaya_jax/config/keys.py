@@ -13,12 +13,7 @@ PACKINGS = ("concat", "best_fit")
 DECAYS = ("linear", "cosine", "1-sqrt")
 FLOATS = ("bfloat16", "float32")
 SCALES = ("match_rms_adamw", "spectral")
-SKIPS = ("never", "nonfinite", "spike")
-MATMULS = ("default", "high", "highest")
-ITERATIONS = ("keller_jordan", "polar_express")
-TRACKERS = ("wandb", "mlflow", "trackio")
 REMATS = ("none", "elementwise", "attention", "layer", "offload")
-PREFERENCES = ("none", "dpo")
 
 MOST = 2**31 - 1  # for counts in 32 bits on the devices
 TOKENS = 10**16  # a thousand times the largest corpus
@@ -160,7 +155,9 @@ class Optim:
     muon_scale: str = choice(
         "match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral"
     )
-    newton_schulz: str = choice("keller_jordan", ITERATIONS, "the coefficients of Muon's iteration")
+    newton_schulz: str = choice(
+        "keller_jordan", ("keller_jordan", "polar_express"), "the coefficients of Muon's iteration"
+    )
     newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
     rows: tuple[str, ...] = text(
         (), "source", 'for weights of your own layers: "PATH=muon" or "PATH=adamw"'
@@ -257,7 +254,9 @@ class Run:
     seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
     num_steps: int = ranged(1000, 1, MOST, "the last step; it may end a run with phases early")
     skip_update: str = choice(
-        "nonfinite", SKIPS, "gradients left out: not finite, or also far too large"
+        "nonfinite",
+        ("never", "nonfinite", "spike"),
+        "gradients left out: not finite, or also far too large",
     )
     spike_deviations: float = ranged(
         6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"'
@@ -273,7 +272,7 @@ class Run:
     )
     preference: str = choice(
         "none",
-        PREFERENCES,
+        ("none", "dpo"),
         "dpo: learn from pairs of answers, measured against init_from's weights",
     )
     beta: float = ranged(
@@ -395,7 +394,9 @@ class Precision:
     # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else
     # depends on it.
     matmul: str = choice(
-        "default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"'
+        "default",
+        ("default", "high", "highest"),
+        'float32 where compute is "float32": TF32, or "highest"',
     )
     newton_schulz: str = choice(
         "compute",
@@ -421,7 +422,9 @@ class Log:
         10, 1, MOST, "steps between lines on the terminal; the files get every step"
     )
     trackers: tuple[str, ...] = choice(
-        (), TRACKERS, "services that also receive each step's figures; docs/metrics.md"
+        (),
+        ("wandb", "mlflow", "trackio"),
+        "services that also receive each step's figures; docs/metrics.md",
     )
     profile: str = text(
         "", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md"

@@ -5,7 +5,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
-from zaya_jax.config.fields import item_type, only_value
+from zaya_jax.config.fields import item_type, limits, only_value
 from zaya_jax.config.keys import Config, Phase
 
 WIDTH = 110
@@ -60,9 +60,7 @@ def _allowed(field: dataclasses.Field) -> str:
     if only is not None:
         return f"only {only!r}"
     if "range" in field.metadata:
-        return " to ".join(
-            str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"]
-        )
+        return " to ".join(limits(field))
     if item_type(field.type) is bool:
         return "False, True"
     return ", ".join(word or '""' for word in field.metadata.get("choices", ()))
