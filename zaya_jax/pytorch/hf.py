@@ -134,7 +134,8 @@ class Directory(ArraySource):
     def stored_codes(
         self, form: str, name: str, layer: int
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Codes and scale of a layer's experts, in our layout."""
+        """Codes and scale of a layer's experts, in our layout; None where they are not stored in
+        this form."""
         if not self._is_quantized:
             return None
         path = tuple(name.split("/"))

@@ -231,8 +231,8 @@ class Template:
 
     @functools.cached_property
     def ending(self) -> tuple[list[int], list[str]]:
-        """(the id that ends an answer, or else the text that does); nothing where the template has
-        neither."""
+        """(ids, texts) that end an answer: one id, or one text where that comes before any special
+        id; none of both where the template writes nothing behind an answer."""
         if self._ending.text_before:
             return [], [self._ending.text_before]
         return self._ending.ids, []

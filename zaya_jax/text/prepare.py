@@ -72,14 +72,18 @@ def prepare(
     if os.path.exists(directory / shard_format.MANIFEST):
         return _complete(directory, options, plan), True
     try:
-        with _explaining_failures(out):
-            manifest = _continue(options, directory, plan, processes, on_progress, part)
-        return manifest, False
-    except StorageError:
+        manifest = _continue(options, directory, plan, processes, on_progress, part)
+    except inputs.BadInput as error:
+        raise UserError(f"{error}{RESUME_HINT}, also with --skip_bad added") from None
+    except OSError as error:  # reading input raises BadInput, so this is of the directory
         # Another process may have finished just now, and removed `.work/`.
-        if not os.path.exists(directory / shard_format.MANIFEST):
-            raise
-        return prepare(options, out, processes, on_progress, part)
+        if os.path.exists(directory / shard_format.MANIFEST):
+            return prepare(options, out, processes, on_progress, part)
+        path = text_files.printable(error.filename or out)
+        raise StorageError(
+            f"{path} cannot be read or written: {error.strerror or error}{RESUME_HINT}"
+        ) from None
+    return manifest, False
 
 
 def _complete(directory: pathlib.Path, options: Options, plan: Plan) -> dict[str, Any]:
@@ -129,20 +133,6 @@ def _continue(
     if part:
         return None
     return gather(job, tokenizer, plan, len(tasks))
-
-
-@contextlib.contextmanager
-def _explaining_failures(out: str) -> Iterator[None]:
-    """Turns a failure into one line that says how to go on."""
-    try:
-        yield
-    except inputs.BadInput as error:
-        raise UserError(f"{error}{RESUME_HINT}, also with --skip_bad added") from None
-    except OSError as error:  # reading input raises BadInput, so this is of the directory
-        path = text_files.printable(error.filename or out)
-        raise StorageError(
-            f"{path} cannot be read or written: {error.strerror or error}{RESUME_HINT}"
-        ) from None
 
 
 def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
