@@ -22,7 +22,7 @@ BUDGET = {
     "zaya_jax/checkpoint": 2_600,
     "zaya_jax/cluster": 1_130,
     "zaya_jax/compiled": 645,
-    "zaya_jax/config": 645,
+    "zaya_jax/config": 665,
     "zaya_jax/data": 1_245,
     "zaya_jax/evaluate": 535,
     "zaya_jax/guard": 660,
