@@ -210,9 +210,9 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
     if "range" in field.metadata:
         least, greatest = field.metadata["range"]
         if not least <= value <= greatest:  # NaN is not
-            least, greatest = limits(field)
+            low, high = limits(field)
             raise UserError(
-                f"{given} is out of range; it must be at least {least} and at most {greatest}"
+                f"{given} is out of range; it must be at least {low} and at most {high}"
             )
     elif "choices" in field.metadata:
         choices = field.metadata["choices"]
@@ -273,8 +273,6 @@ def nearest(value: Any, choices: Iterable[str]) -> str:
 def shown(value: Any) -> str:
     """A value in a message: its repr on one line, cut if it is too long to read."""
     out = " ".join(repr(value).splitlines())
-    return (
-        out
-        if len(out) <= LONGEST_VALUE
-        else f"{out[: LONGEST_VALUE - 20]} ... ({len(out)} characters)"
-    )
+    if len(out) <= LONGEST_VALUE:
+        return out
+    return f"{out[: LONGEST_VALUE - 20]} ... ({len(out)} characters)"
