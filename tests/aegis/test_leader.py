@@ -2,13 +2,16 @@
 command are never waited for, and failures counted."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import sys
 import threading
 import time
 
 import pytest
+from waiting import until
 
 from zaya_jax.aegis import facts
 from zaya_jax.aegis import leader as leader_module
@@ -16,6 +19,7 @@ from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.leader import FIELDS, Leader
 from zaya_jax.aegis.node import SupervisorOptions
+from zaya_jax.cluster import events
 from zaya_jax.cluster.connections import OddMessage
 from zaya_jax.cluster.events import RunEvent
 from zaya_jax.cluster.rank import split_address
@@ -178,6 +182,32 @@ def test_a_command_gets_the_event(tmp_path):
     assert words == DIED.text()
     assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
     assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0 and not said
+
+
+def test_a_command_gets_what_a_variable_cannot_hold(tmp_path):
+    """A zero byte, in a line of a probe's, ended the thread, and no later event was passed on."""
+    hook = Hook(["true"], print)
+    hook.tell(dataclasses.replace(DIED, seen="a\0b"))
+    hook.close()
+    assert hook.failed == 0 and not hook._queue.qsize()
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_event(tmp_path, monkeypatch):
+    """The thread that writes them ended by it, unheard."""
+    failures, stat = [1] * 3, os.stat
+
+    def fails(path, *args, **options):
+        if str(path).endswith(("config.json", "metrics.jsonl")) and failures:
+            failures.pop()
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", fails)
+    keeper = Keeper(tmp_path)
+    keeper.add(DIED)
+    (tmp_path / "metrics.jsonl").touch()
+    until(lambda: events.read(tmp_path))
+    keeper.close()
 
 
 def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):

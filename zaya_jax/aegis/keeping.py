@@ -119,13 +119,12 @@ class Keeper(_Worker):
 
     def _run(self) -> None:
         config, closing = self._workdir / "config.json", False
-        resumes = config.exists()
+        metrics = self._workdir / "metrics.jsonl"
+        # os.path's, which takes a disk's error for a no: this thread must not end by it.
+        exists = os.path.exists
+        resumes = exists(config)
         # A training writes its figures from the first step on, when nothing can refuse it any more.
-        while not (
-            resumes
-            or (self._workdir / "metrics.jsonl").exists()
-            or (self._accepted and config.exists())
-        ):
+        while not (resumes or exists(metrics) or (self._accepted and exists(config))):
             if closing:
                 return
             closing = self._closing.wait(0.2)
@@ -169,7 +168,7 @@ class Hook(_Worker):
             "ZAYA_EVENT": item.kind,
             "ZAYA_NODE": item.node,
             "ZAYA_GROUP": item.group,
-            "ZAYA_TEXT": item.text(),
+            "ZAYA_TEXT": events.printable(item.text()),  # a variable has no zero byte
         }
         try:
             subprocess.run(
