@@ -264,6 +264,20 @@ def test_earlier_turns_of_another_form_are_refused():
     )
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_an_answer_that_kto_labels_as_bad_is_not_learnt(tmp_path, form):
+    records = [{"prompt": "q", "completion": "a", "label": good} for good in (True, False)]
+    path = str(tmp_path / f"a.{form}")
+    if form == "jsonl":
+        Path(path).write_text("\n".join(map(json.dumps, records)))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
+    good, bad = inputs.samples(part, inputs.TextOrChat())
+    assert [turn.content for turn in good.content] == ["q", "a"]
+    assert str(bad).endswith("its label is false, so its answer is a bad one (KTO) and not learnt")
+
+
 def talk(*reasonings):
     """A conversation whose answers have reasoning of these lengths."""
     return chat.parse_chat(

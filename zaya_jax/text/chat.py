@@ -32,7 +32,7 @@ LEADING_FIELDS = {"tools": "tools", "functions": "tools", "system": "system"}
 PAIRS = (("prompt", "completion"), ("instruction", "output"))
 ADDED = "input"  # of Alpaca, after its instruction
 EARLIER = "history"  # turns before that, in a form that is not read
-PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED, EARLIER)
+PAIR_FIELDS = (*PAIRS[0], *PAIRS[1], ADDED, EARLIER, "label")
 PAIR_FORM = (
     "a pair has chosen and rejected as texts or lists of turns, and a prompt unless both are whole"
     " conversations"
@@ -230,6 +230,8 @@ def paired_turns(record: Mapping[str, Any], text_field: str) -> list[Any]:
             continue
         if record.get(EARLIER):
             raise BadChat(f"{EARLIER!r} is not supported; put all turns into messages")
+        if record.get("label") is False:  # in KTO's data sets
+            raise BadChat("its label is false, so its answer is a bad one (KTO) and not learnt")
         if pair[0] == "instruction" and record.get(ADDED):
             question = f"{question}\n\n{record[ADDED]}"
         if not isinstance(question, list):
