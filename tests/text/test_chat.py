@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from refusals import check_error
@@ -262,6 +263,27 @@ def test_earlier_turns_of_another_form_are_refused():
         {"prompt": "q", "completion": "a", "history": [["p", "b"]]},
         "text",
     )
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_map_of_arrow_s_is_an_object(tmp_path, form):
+    types = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    types = pyarrow.struct([("name", pyarrow.string()), ("arguments", types)])
+    types = pyarrow.struct(
+        [("role", pyarrow.string()), ("content", pyarrow.string()), ("function_call", types)]
+    )
+    call = {"name": "find", "arguments": [("city", "Rome"), ("unit", None)]}
+    turns = [QUESTION, {"role": "assistant", "function_call": call}]
+    table = pyarrow.table({"messages": pyarrow.array([turns], pyarrow.list_(types))})
+    path = str(tmp_path / f"a.{form}")
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        pyarrow.feather.write_feather(table, path, compression="uncompressed")
+    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
+    ((*_, found),) = inputs.samples(part, inputs.TextOrChat())
+    (call,) = found[1].extra_fields["tool_calls"]
+    assert call["function"]["arguments"] == {"city": "Rome"}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
