@@ -199,9 +199,7 @@ def talk(
         try:
             asked = conversation.ask(line, room)
         except UserError as error:
-            raise UserError(
-                f"line {number} of the input: {error} beside --num_tokens={args.num_tokens}"
-            ) from None
+            raise UserError(f"line {number} of the input: {error}") from None
         if conversation.left_out > left_out:
             left_out = conversation.left_out
             print(

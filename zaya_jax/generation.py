@@ -232,7 +232,8 @@ class Conversation:
             if len(self._turns) < 3:
                 del self._turns[-1]
                 raise UserError(
-                    f"this turn alone has {len(ids):,} tokens, and there is room for {room:,}"
+                    f"this turn alone has {len(ids):,} tokens, and there is room for {room:,} beside"
+                    " the answer's num_tokens"
                 )
             del self._turns[:2]  # a question and its answer
             self.left_out += 2

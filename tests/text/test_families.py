@@ -107,12 +107,7 @@ def test_what_a_template_leaves_out_is_named(family):
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
     if loses == "refused":
         check_error(
-            chat_template.Refused,
-            "must alternate; change it, or use",
-            prepared,
-            FAMILIES[family],
-            talk,
-            tools=TOOLS,
+            chat_template.Refused, "must alternate$", prepared, FAMILIES[family], talk, tools=TOOLS
         )
         return
     tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
@@ -391,6 +386,22 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     check_error(
         chat.BadChat, "teaches nothing", lambda: chat.parse_chat([user("q"), answer("a", weight=0)])
     )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "way_out"),
+    [(False, "use prepare_data with --skip_bad to skip it"), (True, "remove it")],
+)
+def test_a_chat_that_the_template_refuses_has_a_way_out(tmp_path, pairs, way_out):
+    prompt = [{"role": "system", "content": "Be brief."}, user("q")]
+    record = {"messages": [*prompt, answer("a")]}
+    if pairs:
+        record = {"prompt": prompt, "chosen": "a", "rejected": "b"}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record))
+    tok = tokenizer_of(FAMILIES["gemma_2"])
+    said = f"refuses this conversation: System role not supported; change it, or {way_out}"
+    check_refused(said, memory_chats.read_chats, str(path), tok, 512, pairs)
 
 
 def test_a_chat_stays_on_its_side(tmp_path):

@@ -318,8 +318,7 @@ class Template:
                 blocks.append(block)
         except Exception as error:  # a template may fail in any way
             raise Refused(
-                f"the model's chat template refuses this conversation: {first_line(error)}; change"
-                " it, or use prepare_data with --skip_bad to skip such conversations"
+                f"the model's chat template refuses this conversation: {first_line(error)}"
             ) from None
         return "".join(blocks), generations
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, text_files, token_block
-from zaya_jax.text.answer_spans import Incomplete
+from zaya_jax.text.answer_spans import Incomplete, Refused
 from zaya_jax.text.inputs import Sample
 from zaya_jax.text.token_block import Document, TokenBlock
 from zaya_jax.text.tokenizers import Tokenizer
@@ -95,6 +95,8 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
                 counts.add(document, outcome, any(template.ending))
                 encoded = [] if document is None else [document]
                 key = _hash(sample.content)
+        except Refused as error:
+            raise UserError(f"{sample.where}: {error}; change it, or {form.way_out}") from None
         except UserError as error:
             raise UserError(f"{sample.where}: {error}") from None
         hashes.add(key)
@@ -130,9 +132,9 @@ def _encode_pair(
     counts[chat.KEPT] += 1
     for document in documents:
         counts.add_learnt(document, any(template.ending))
-    sides = (pair.chosen, pair.rejected)
     counts[chat.EMPTY] += any(
-        all(turn.is_empty for turn in side[len(pair.shared) :]) for side in sides
+        all(turn.is_empty for turn in side[len(pair.shared) :])
+        for side in (pair.chosen, pair.rejected)
     )
     return documents
 
@@ -161,8 +163,8 @@ def _samples(path: str, form: inputs.Form) -> Iterator[Sample]:
         for piece in inputs.whole_file(str(file)):
             if piece.kind not in inputs.RECORDS:
                 raise UserError(
-                    f"config.data.chats is set, but {piece} is neither JSONL nor Parquet;"
-                    f" {form.advice}"
+                    f"config.data.chats is set, but {piece} is neither JSONL nor Parquet; name the"
+                    f" files of chats with a glob; {form.advice}"
                 )
             for sample in inputs.samples(piece, form):
                 if isinstance(sample, inputs.BadInput):
