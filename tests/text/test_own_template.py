@@ -193,6 +193,14 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
     check_refused("this turn alone has", talk.ask, "x" * room, room)
 
 
+def test_an_answer_that_speaks_of_reasoning_stays_as_it_is(made):
+    talk = generation.Conversation(made)
+    talk.ask("hi")
+    talk.answered("Begin with <think>.", made.encode("Begin with <think>."))
+    again = made.decode_with_specials(talk.ask("more"))
+    assert "Begin with <think>.<|end_turn|>" in again
+
+
 def test_a_template_is_told_the_same_day_whenever_it_asks(made):
     source = "{{ strftime_now('%Y-%m-%d') }}" + SOURCE
     template = chat_template.Template(with_template(made, source))

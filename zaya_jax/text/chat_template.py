@@ -337,7 +337,7 @@ class Template:
             text = with_specials
         if self.render(messages, prompt=True).rstrip().endswith("<think>"):
             text = "<think>" + text
-        if "<think>" in text and "</think>" not in text:
+        if text.lstrip().startswith("<think>") and "</think>" not in text:
             text += "</think>"
         return chat.parse_turn({"role": "assistant", "content": text})
 
