@@ -13,6 +13,7 @@ from data_helpers import here
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
+from zaya_jax.evaluate import texts
 from zaya_jax.text import chat, chat_template, memory_chats, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
 
@@ -402,6 +403,9 @@ def test_a_chat_that_the_template_refuses_has_a_way_out(tmp_path, pairs, way_out
     tok = tokenizer_of(FAMILIES["gemma_2"])
     said = f"refuses this conversation: System role not supported; change it, or {way_out}"
     check_refused(said, memory_chats.read_chats, str(path), tok, 512, pairs)
+    if not pairs:
+        where = "chats.jsonl, line 1: the model's chat template refuses"
+        check_refused(where, list, texts.documents(str(path), tok))
 
 
 def test_a_chat_stays_on_its_side(tmp_path):

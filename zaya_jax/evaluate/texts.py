@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import prepared_store, stores
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.text import chat_template, inputs
@@ -141,7 +141,8 @@ def _of_files(
             elif isinstance(sample, inputs.BadInput):
                 raise UserError(str(sample))
             elif isinstance(sample.content, list):
-                document, outcome = template.encode_within(sample.content, None)
+                with fields.naming(sample.where):
+                    document, outcome = template.encode_within(sample.content, None)
                 if document is None:
                     skipped(f"{sample.where}: {outcome}")
                 else:
