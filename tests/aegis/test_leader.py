@@ -187,7 +187,9 @@ def test_a_command_gets_the_event(tmp_path):
 def test_a_command_gets_what_a_variable_cannot_hold(tmp_path):
     """A zero byte, in a line of a probe's, ended the thread, and no later event was passed on."""
     hook = Hook(["true"], print)
-    hook.tell(dataclasses.replace(DIED, seen="a\0b"))
+    odd = dataclasses.replace(DIED, seen="a\0b\n\x1b[2J")
+    assert odd.text().isprintable()  # it goes to the terminal too
+    hook.tell(odd)
     hook.close()
     assert hook.failed == 0 and not hook._queue.qsize()
 

@@ -168,7 +168,7 @@ class Hook(_Worker):
             "ZAYA_EVENT": item.kind,
             "ZAYA_NODE": item.node,
             "ZAYA_GROUP": item.group,
-            "ZAYA_TEXT": events.printable(item.text()),  # a variable has no zero byte
+            "ZAYA_TEXT": item.text(),  # without zero bytes, which no variable holds
         }
         try:
             subprocess.run(

@@ -44,13 +44,13 @@ class RunEvent:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def text(self) -> str:
-        """The event in one line."""
+        """The event in one line, whatever its words are from."""
         who = f"process {self.process}" if self.process >= 0 else ""
         where = f"on {self.node}" if self.node else ""
         step = f"at step {self.step}" if self.step >= 0 else ""
         head = " ".join(filter(None, (self.kind, who, where, step)))
         words = "; ".join(filter(None, (self.seen, self.concluded, self.done)))
-        return f"{head}: {words}" if words else head
+        return printable(f"{head}: {words}" if words else head)
 
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(RunEvent)} | {"facts": dict}
