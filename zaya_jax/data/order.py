@@ -80,9 +80,8 @@ class RowOrder:
         self._rounds = np.maximum(self._sizes // self._lanes, 1)  # of each group
         # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
         self.most_open = int((self._sizes - (self._rounds - 1) * self._lanes).max())
-        self._group_key = shuffle.key(
-            key, 0
-        )  # of the permutation that says which blocks a group has
+        # of the permutation that says which blocks a group has
+        self._group_key = shuffle.key(key, 0)
 
     def _choose_blocks(self, block_rows: int, rounds: int) -> tuple[int, int]:
         """(rows of a block, number of blocks): a multiple of 2 · `usual_rows` blocks, and of these
@@ -115,8 +114,8 @@ class RowOrder:
         return np.where(is_loose, self.num_rows - self._loose + loose_before, rows)
 
     def lane(self, numbers: np.ndarray) -> np.ndarray:
-        """Of rows that come as these numbers, the slot, from 0 to `usual_rows`, that their blocks
-        have among the source's rows of a batch."""
+        """The slots, below `usual_rows`, that the blocks of the rows that come as these numbers have
+        among the source's rows of a batch."""
         in_epoch = np.asarray(numbers, np.int64) % self.num_rows
         _, loose_before = self._loose_rows(in_epoch)
         return self._locate(in_epoch - loose_before).lane % self._usual_rows

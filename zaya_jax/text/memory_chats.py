@@ -31,16 +31,17 @@ class Chats:
     """
 
     path: str
+    unit: str  # "chats" or "pairs"
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
     counts: chat.Counts
     tokenizer: Tokenizer
 
-    def number(self, documents: list[Document]) -> str:
-        """How many chats or pairs these documents are, in words."""
-        if isinstance(self.counts, chat.PairCounts):
-            return f"{len(documents) // 2:,} pairs"
-        return f"{len(documents):,} chats"
+    def number(self, documents: list[Document]) -> int:
+        """How many chats or pairs these documents are."""
+        if self.unit == "pairs":
+            return len(documents) // 2
+        return len(documents)
 
     def split(self, last_held_out: bytes) -> tuple[TokenBlock, TokenBlock, str]:
         """(those to learn, those held out, whose hashes are `last_held_out` and below, a note on
@@ -51,8 +52,8 @@ class Chats:
             (held_out if key <= last_held_out else train).extend(documents)
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
-            f"{self.path}: {self.number(train)} to learn and"
-            f" {self.number(held_out).split()[0]} held out"
+            f"{self.path}: {self.number(train):,} {self.unit} to learn and"
+            f" {self.number(held_out):,} held out"
             f" ({self.counts}); {sum(map(len, blocks)):,} tokens, {self.counts.learnt_summary}"
         )
         return blocks[0], blocks[1], note
@@ -102,16 +103,16 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
         hashes.add(key)
         if encoded:
             documents.setdefault(key, []).extend(encoded)
-    what = "pairs" if pairs else "chats"
+    unit = "pairs" if pairs else "chats"
     if not hashes:
-        raise UserError(f"{path!r} has no {what}; {form.advice}")
+        raise UserError(f"{path!r} has no {unit}; {form.advice}")
     if not documents:
         raise UserError(
-            f"{path!r}: its {counts.total():,} {what} are all longer than the context of {context}"
+            f"{path!r}: its {counts.total():,} {unit} are all longer than the context of {context}"
             f" tokens or left out ({counts}); prompts and answers are never"
             " cut: give a longer context, or for those left out another chat template"
         )
-    return Chats(path, documents, frozenset(hashes), counts, tokenizer)
+    return Chats(path, unit, documents, frozenset(hashes), counts, tokenizer)
 
 
 def _encode_pair(
@@ -153,7 +154,7 @@ def read_whole(
     are."""
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {chats.number(documents)} to evaluate on ({chats.counts})"
+    note = f"{path}: {chats.number(documents):,} {chats.unit} to evaluate on ({chats.counts})"
     return token_block.concatenate(documents, tokenizer), note
 
 
