@@ -38,8 +38,10 @@ OPERATORS: tuple[str, ...] = (
 
 AUTO = "auto"  # as a config's kernels: those of the table
 
-# Architectures by parts of their chips' names, the first that fits: for devices that do not say
-# theirs (an abstract mesh's, absent ones), and NVIDIA's, which say their names.
+# Architectures by parts of their chips' names. The first part that a name contains counts, so
+# longer names come before shorter ones ("A100", "A10"), and "Ada" before "RTX 2000 Ada". AMD's
+# devices say their architecture, except an abstract mesh's and absent ones; NVIDIA's are always
+# known by name.
 ARCHITECTURES = {
     "MI100": "gfx908",
     "MI2": "gfx90a",
@@ -47,16 +49,19 @@ ARCHITECTURES = {
     "MI308": "gfx942",
     "MI325": "gfx942",
     "MI35": "gfx950",
+    "Ada": "sm_89",
     "V100": "sm_70",
     "T4": "sm_75",
+    "Quadro RTX": "sm_75",
+    "TITAN RTX": "sm_75",
     "RTX 20": "sm_75",
+    "GTX 16": "sm_75",
     "A100": "sm_80",
     "A800": "sm_80",
     "A30": "sm_80",
     "RTX 40": "sm_89",
     "L40": "sm_89",
     "L4": "sm_89",
-    "Ada": "sm_89",
     "A40": "sm_86",
     "A10": "sm_86",
     "RTX 30": "sm_86",

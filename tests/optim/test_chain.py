@@ -89,6 +89,10 @@ def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
         lambda: chain.build(Optim(), Precision(), like, table=twice),
     )
     check_refused(
+        r"optim.rows has 'head/\(=adamw', whose path is not a regular expression",
+        lambda: chain.build(Optim(rows=("head/(=adamw",)), Precision(), like),
+    )
+    check_refused(
         r"weight head/bias \[6\] with Muon, but it is no matrix",
         lambda: chain.match_rules(
             {"head/bias": (6,)}, (chain.WeightRule(".*", "all", "muon", True),)

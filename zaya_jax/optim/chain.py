@@ -280,6 +280,13 @@ def _rule_of_row(row: str) -> WeightRule:
     pattern, _, method = row.rpartition("=")
     if method not in ("muon", "adamw"):
         raise UserError(f"config.optim.rows has {row!r}; it must be PATH=muon or PATH=adamw")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"config.optim.rows has {row!r}, whose path is not a regular expression ({error}); write"
+            " the path of the weight, with \\ before (, ), [, ], * and +"
+        ) from None
     return WeightRule(pattern, "own", method, decay=method == "muon")
 
 
