@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
 from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.cca_mix import mix
-from pallas_kernels.grouped_mlp import hold, routes, stacked_mlp, unwritten
+from pallas_kernels.grouped_mlp import hold, stacked_mlp, takes_unsorted_rows
 from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert
 from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
@@ -341,10 +342,10 @@ def mlp_in_stacks(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """The result, the gradient of the tokens, and the sums with the weights' gradients."""
     experts = weights[0].shape[1]
-    if routes():
+    if takes_unsorted_rows():
         order, _, counts = sort_by_expert(choice, experts + 1)
         refs = tuple(map(jax.new_ref, sums))
-        kept = unwritten((STACK, len(x), math.prod(weights[0].shape[3:])), x.dtype)
+        kept = tiles.empty((STACK, len(x), math.prod(weights[0].shape[3:])), x.dtype)
 
         def in_place(x: jax.Array) -> jax.Array:
             layer, sizes = jnp.int32(STACK - 1), counts[:experts]

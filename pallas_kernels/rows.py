@@ -62,7 +62,7 @@ class HeadRows:
         """
         real = None if inner else self.real
         if len(ref.shape) < 3:
-            return tiles.masked(ref.at[self.batch, self.index], real, other)
+            return tiles.load_masked(ref.at[self.batch, self.index], real, other)
         columns, real_columns = self.at_columns(columns)
         return tiles.take(
             ref, self.batch, rows=self.index, columns=columns, real=(real, real_columns)
@@ -84,4 +84,6 @@ class HeadRows:
 
     def ids(self, ref) -> jax.Array | None:
         """The tokens' segments, if any."""
-        return None if ref is None else tiles.masked(ref.at[self.batch, self.tokens], self.real)
+        return (
+            None if ref is None else tiles.load_masked(ref.at[self.batch, self.tokens], self.real)
+        )

@@ -113,7 +113,7 @@ def call(
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An unwritten array. Its numbers are any; interpreted, NaN."""
+    """An array whose numbers nobody has set yet: anything, or NaN where kernels are interpreted."""
     like = jax.ShapeDtypeStruct(shape, dtype)
     return call(lambda out: None, name="empty", grid=(1,), out_shapes=like, work=Work(moved=(0, 0)))
 
@@ -149,11 +149,11 @@ def take(
     """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or
     column is not `real`."""
     place, mask = _matrix(ref, lead, rows, columns, real)
-    x = masked(place, mask)
+    x = load_masked(place, mask)
     return x if dtype is None else narrow(x, dtype)
 
 
-def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
+def load_masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
     """The numbers there, or `other` where the mask leaves them out."""
     return load(place) if mask is None else load(place, mask=mask, other=other)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, mask_of
-from pallas_kernels.cpu import apart, written
+from pallas_kernels.cpu import row_major, unfused
 
 visited = xla.visited
 
@@ -42,7 +42,7 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     block = block or default_block(max(q_len, k_len))
     if not _is_short(q_len, k_len, window, offset, block):
         return xla.backward(saved, d_out, d_lse, scale=scale, block=block, dtype=dtype)
-    delta = apart(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    delta = unfused(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if d_lse is None else delta - d_lse
     q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
     d_out, lse, delta = (
@@ -81,13 +81,13 @@ def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.
     """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S,
     C]."""
     outs, sums = [], []
-    k, v = written(k), written(v)
+    k, v = row_major(k), row_major(v)
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
         products = _products("bknc,bkjc->bknj", _rows(q, start, block), k_i)
         scores = jnp.where(mask, _by_query(products, block) * scale, MASKED)
         # Above MASKED, so that a row without a key has weights of 0, not 1.
         top = jnp.maximum(scores.max(-1), MASKED / 2)
-        weights = apart(jnp.exp(scores - top[..., None]))
+        weights = unfused(jnp.exp(scores - top[..., None]))
         total = weights.sum(-1)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -102,24 +102,24 @@ def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
     `xla`."""
     # Scores have keys first, and dq has channels first, so no product needs a transposed copy of
     # scores.
-    k, v = written(k), written(v)
-    turned = written(k.swapaxes(2, 3))
+    k, v = row_major(k), row_major(v)
+    turned = row_major(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
     for start, k_i, v_i, mask in _blocks(q, k, v, segments[0], segments[1], block, k_len):
         q_i, do_i = _rows(q, start, block), _rows(d_out, start, block)
         lse_i, delta_i = (x[:, :, None, :, start : start + block] for x in (lse, delta))
         by_key = (*k_i.shape[:3], -1, block)
         scores = _products("bkjc,bknc->bkjn", k_i, q_i).reshape(by_key) * scale - lse_i
-        weights = apart(jnp.exp(jnp.where(mask.transpose(0, 1, 4, 2, 3), scores, MASKED)))
+        weights = unfused(jnp.exp(jnp.where(mask.transpose(0, 1, 4, 2, 3), scores, MASKED)))
         d_weights = _products("bkjc,bknc->bkjn", v_i, do_i).reshape(by_key)
-        d_scores = apart(weights * (d_weights - delta_i) * scale).astype(q.dtype)
+        d_scores = unfused(weights * (d_weights - delta_i) * scale).astype(q.dtype)
         weights, d_scores = _merged(weights.astype(v.dtype), 3), _merged(d_scores, 3)
         dvs.append(_products("bkjn,bknc->bkjc", weights, do_i))
         dks.append(_products("bkjn,bknc->bkjc", d_scores, q_i))
         dq = _products("bkcj,bkjn->bkcn", turned[..., : k_i.shape[2]], d_scores)
         dqs.append(dq.reshape(*dq.shape[:3], -1, block))
     dq = jnp.concatenate(dqs, axis=-1)
-    return written(apart(dq).transpose(0, 1, 3, 4, 2)), _sum(dks, k), _sum(dvs, k)
+    return row_major(unfused(dq).transpose(0, 1, 3, 4, 2)), _sum(dks, k), _sum(dvs, k)
 
 
 def _blocks(q, k, v, q_segments, k_segments, block, k_len):

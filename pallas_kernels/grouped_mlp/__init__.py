@@ -8,24 +8,27 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     forward(rows, sizes, gate_up, down)                → out [M, D], hidden [M, 2 F]
     backward(rows, sizes, gate_up, down, hidden, d)    → d_rows, and the gradients of both weights in float32
-    of_layer(rows, sizes, gate_up, down, layer)        → out, with the weights of a layer of stacks
+    of_layer(rows, sizes, gate_up, down, layer)        → out alone, with the weights of a layer of stacks
 
 with weights in their own number format; products run in that of the rows, which `out` and `hidden`
 have too. There gate_up is a matrix [D, 2 F] of each expert, the same numbers in the same order as
 [D, 2, F] (`_matrices`): the operators here take either form, and give gradients in that of the
-weights. One that `routes` also reads rows in place and writes their results to the same
-places: `routed_mlp`, and `layer_mlp` in the place of `of_layer`.
+weights.
+
+`triton` also takes unsorted rows (`takes_unsorted_rows`): it reads each where it lies, and writes
+its result to the same place. Then `routed_mlp` takes the place of `grouped_mlp`, and `layer_mlp`
+does without `of_layer`. `stacked_mlp` is for its training step: it reads a layer's weights inside
+the stack of all layers, and writes what the backward pass needs, and gradients, into such stacks.
 """
 
 import functools
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import cpu, triton, xla
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
@@ -73,8 +76,8 @@ def _grouped_mlp_bwd(saved, d_out):
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
-def routes() -> bool:
-    """Whether the chip's implementation takes unsorted rows."""
+def takes_unsorted_rows() -> bool:
+    """Whether the chip's implementation does."""
     return chip.choose(IMPLEMENTATIONS) is triton
 
 
@@ -86,8 +89,8 @@ def routed_mlp(
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
-    """`grouped_mlp` of the rows x[order], each put back in its place; only for
-    implementations that `routes`."""
+    """`grouped_mlp` of the rows x[order], each put back in its place; only where the chip
+    `takes_unsorted_rows`."""
     matrices = _matrices(gate_up, down)
     return triton.routed_forward(x, order, sizes, matrices, down, keep=False)[0]
 
@@ -121,19 +124,13 @@ def layer_mlp(
 ) -> Float[Array, "M D"]:
     """`grouped_mlp` with the weights of a layer of stacks, read in place; without gradients.
 
-    Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that
-    `routes`.
+    Given their `order`, rows are not sorted yet, as for `routed_mlp`.
     """
     matrices = _matrices(gate_up, down)
-    if routes():
+    if takes_unsorted_rows():
         return triton.routed_forward(rows, order, sizes, matrices, down, layer, keep=False)[0]
     assert order is None
     return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
-
-
-def unwritten(shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """A stack of which `stacked_mlp` writes all."""
-    return tiles.empty(shape, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes
+from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, takes_unsorted_rows
 
 
 def sort_by_expert(
@@ -48,7 +48,7 @@ def of_own_expert(
 ) -> Float[Array, "N D"]:
     """The gated MLP of each token's chosen expert, in x's number format; zero for the class after
     the last."""
-    if routes():
+    if takes_unsorted_rows():
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
         return routed_mlp(x, order, counts[: gate_up.shape[0]], gate_up, down)
     return through_groups(

@@ -219,18 +219,42 @@ def _in_stack(block: _Block, ref) -> tuple[jax.Array, ...]:
     return block.lead[:1] if len(ref.shape) == 3 else ()
 
 
-def _sums(block: _Block, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
-    """The sums of `number` products, terms(places in the depth, which there are); zeros for rows of
-    no expert."""
+def _products(
+    block: _Block,
+    tile: Tile,
+    x_ref,
+    x_rows: jax.Array,
+    w_ref,
+    columns: jax.Array,
+    real_columns: jax.Array | None,
+    depth: int,
+    *,
+    transposed: bool,
+    further: tuple[int, ...] = (),
+) -> list[jax.Array]:
+    """x[x_rows] times these columns of the weights of the block's expert, and times those that lie
+    so much `further`: a tile each. If `transposed`, they are rows of the weights.
+
+    The loop goes down the depth. For rows of no expert it does not turn, which leaves zeros.
+    """
+    dtype = x_ref.dtype
 
     def turn(i, sums):
         places, real_depth = tiles.within(i * tile.depth, tile.depth, depth)
-        return tuple(a + b for a, b in zip(sums, terms(places, real_depth), strict=True))
+        x = tiles.take(x_ref, rows=x_rows, columns=places, real=(None, real_depth))
+        products = []
+        for side in (columns, *(columns + distance for distance in further)):
+            down, across, real = places, side, (real_depth, real_columns)
+            if transposed:
+                down, across, real = side, places, (real_columns, real_depth)
+            w = tiles.take(w_ref, *block.lead, rows=down, columns=across, real=real, dtype=dtype)
+            products.append(tiles.dot(x, w, transpose_y=transposed))
+        return tuple(a + b for a, b in zip(sums, products, strict=True))
 
-    zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(number))
-    return list(
-        jax.lax.fori_loop(0, block.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros)
-    )
+    shape = tile.rows, tile.columns
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in (0, *further))
+    turns = block.live.astype(jnp.int32) * -(-depth // tile.depth)
+    return list(jax.lax.fori_loop(0, turns, turn, zeros))
 
 
 def _columns(tile: Tile, length: int):
@@ -241,27 +265,19 @@ def _gate_and_up(block, tile, x_ref, w_ref, *refs):
     (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
     columns, real_columns = _columns(tile, width)
-
-    def terms(places, real_depth):
-        x = tiles.take(
-            x_ref, rows=block.tokens, columns=places, real=(None, real_depth), dtype=dtype
-        )
-        return [
-            tiles.dot(
-                x,
-                tiles.take(
-                    w_ref,
-                    *block.lead,
-                    rows=places,
-                    columns=side,
-                    real=(real_depth, real_columns),
-                    dtype=dtype,
-                ),
-            )
-            for side in (columns, columns + width)
-        ]
-
-    gate, up = (a.astype(dtype) for a in _sums(block, tile, dim, 2, terms))
+    products = _products(
+        block,
+        tile,
+        x_ref,
+        block.tokens,
+        w_ref,
+        columns,
+        real_columns,
+        dim,
+        transposed=False,
+        further=(width,),
+    )
+    gate, up = (product.astype(dtype) for product in products)
     *hidden_refs, activation_ref = refs
     values = [(activation_ref, _swiglu(gate, up)[0], columns)]
     for ref in hidden_refs:
@@ -272,54 +288,21 @@ def _gate_and_up(block, tile, x_ref, w_ref, *refs):
 
 
 def _down(block, tile, x_ref, w_ref, out_ref):
-    (width, dim), dtype = w_ref.shape[-2:], x_ref.dtype
+    width, dim = w_ref.shape[-2:]
     columns, real_columns = _columns(tile, dim)
-
-    def terms(places, real_depth):
-        x = tiles.take(x_ref, rows=block.rows, columns=places, real=(None, real_depth))
-        return [
-            tiles.dot(
-                x,
-                tiles.take(
-                    w_ref,
-                    *block.lead,
-                    rows=places,
-                    columns=columns,
-                    real=(real_depth, real_columns),
-                    dtype=dtype,
-                ),
-            )
-        ]
-
-    (out,) = _sums(block, tile, width, 1, terms)
-    tiles.put(
-        out_ref,
-        out,
-        rows=block.to(block.tokens),
-        columns=columns,
-        real=(block.inside, real_columns),
+    (out,) = _products(
+        block, tile, x_ref, block.rows, w_ref, columns, real_columns, width, transposed=False
     )
+    real = block.inside, real_columns
+    tiles.put(out_ref, out, rows=block.to(block.tokens), columns=columns, real=real)
 
 
 def _d_hidden(block, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref):
-    (width, dim), dtype = w_ref.shape[-2:], hidden_ref.dtype
+    width, dim = w_ref.shape[-2:]
     columns, real_columns = _columns(tile, width)
-
-    def terms(places, real_depth):
-        d = tiles.take(
-            d_ref, rows=block.tokens, columns=places, real=(None, real_depth), dtype=dtype
-        )
-        w = tiles.take(
-            w_ref,
-            *block.lead,
-            rows=columns,
-            columns=places,
-            real=(real_columns, real_depth),
-            dtype=dtype,
-        )
-        return [tiles.dot(d, w, transpose_y=True)]
-
-    (d,) = _sums(block, tile, dim, 1, terms)
+    (d,) = _products(
+        block, tile, d_ref, block.tokens, w_ref, columns, real_columns, dim, transposed=True
+    )
     lead, inside = _in_stack(block, hidden_ref), (block.inside, real_columns)
     gate, up = (
         tiles.take(hidden_ref, *lead, rows=block.rows, columns=side, real=inside)
@@ -331,35 +314,17 @@ def _d_hidden(block, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_re
         (d_hidden_ref, d * silu, columns + width),
         (activation_ref, activation, columns),
     ):
-        tiles.put(
-            ref, value, rows=block.to(block.rows), columns=side, real=(block.inside, real_columns)
-        )
+        tiles.put(ref, value, rows=block.to(block.rows), columns=side, real=inside)
 
 
 def _d_x(block, tile, d_ref, w_ref, d_x_ref):
-    (dim, depth), dtype = w_ref.shape[-2:], d_ref.dtype
+    dim, depth = w_ref.shape[-2:]
     columns, real_columns = _columns(tile, dim)
-
-    def terms(places, real_depth):
-        d = tiles.take(d_ref, rows=block.rows, columns=places, real=(None, real_depth))
-        w = tiles.take(
-            w_ref,
-            *block.lead,
-            rows=columns,
-            columns=places,
-            real=(real_columns, real_depth),
-            dtype=dtype,
-        )
-        return [tiles.dot(d, w, transpose_y=True)]
-
-    (d_x,) = _sums(block, tile, depth, 1, terms)
-    tiles.put(
-        d_x_ref,
-        d_x,
-        rows=block.to(block.tokens),
-        columns=columns,
-        real=(block.inside, real_columns),
+    (d_x,) = _products(
+        block, tile, d_ref, block.rows, w_ref, columns, real_columns, depth, transposed=True
     )
+    real = block.inside, real_columns
+    tiles.put(d_x_ref, d_x, rows=block.to(block.tokens), columns=columns, real=real)
 
 
 def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:

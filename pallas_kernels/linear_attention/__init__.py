@@ -26,9 +26,9 @@ from pallas_kernels.linear_attention.xla import read, summary
 
 __all__ = [
     "CHUNK",
+    "continue_linear_attention",
     "decode_linear_attention",
     "finish",
-    "goes_on_linear_attention",
     "heads_first",
     "linear_attention",
     "prompt_state",
@@ -99,14 +99,15 @@ def decode_linear_attention(
     return finish(*read(q, state), v.dtype), state
 
 
-def goes_on_linear_attention(
+def continue_linear_attention(
     q: Float[Array, "B S H C"],
     k: Float[Array, "B S K C"],
     v: Float[Array, "B S K C"],
     state: Float[Array, "B K C C1"],
     counts: Int[Array, "B"],
 ) -> tuple[Float[Array, "B S H C"], Float[Array, "B K C C1"]]:
-    """Some more tokens per row, the first `counts` real: their output, and the state after them."""
+    """The next tokens of each row, of which the first `counts` are real: their output, and the state
+    after them."""
     q, k, v = heads_first(q, k, v)
     alone, past = sums(q, k, v), read(q, state)
     real = jnp.arange(k.shape[2]) < counts[:, None]

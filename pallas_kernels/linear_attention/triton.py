@@ -458,7 +458,7 @@ def _along(x):
 def _totals(shape: Shape, refs, state, n, columns=None):
     start, size = (jnp.int32(0), shape.wide) if columns is None else columns
     places, real = tiles.within(start, size, shape.channels)
-    return tiles.masked(refs["totals"].at[state, n, places], real)[None]
+    return tiles.load_masked(refs["totals"].at[state, n, places], real)[None]
 
 
 def _slice_of_state(shape: Shape, refs, state, n, columns, by_row=True):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cpu import apart, written
+from pallas_kernels.cpu import row_major, unfused
 from pallas_kernels.products import xla
 
 # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
@@ -17,7 +17,7 @@ FEW = range(2, 64)
 def sum_rows(x_spec, y_spec, w_spec, x, y, precision=None) -> jax.Array:
     """See `pallas_kernels.products`. One operand is transposed first, and written out."""
     channels = x_spec.replace("n", "") + "n"
-    x = written(jnp.moveaxis(apart(x), x_spec.index("n"), -1))
+    x = row_major(jnp.moveaxis(unfused(x), x_spec.index("n"), -1))
     spec = f"{channels},{y_spec}->{w_spec}"
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 

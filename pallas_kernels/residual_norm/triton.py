@@ -212,7 +212,7 @@ class _Block:
 
     def take(self, ref):
         """The tile, float32, zero where there is nothing."""
-        return tiles.masked(self._of(ref), self.in_both).astype(jnp.float32)
+        return tiles.load_masked(self._of(ref), self.in_both).astype(jnp.float32)
 
     def give(self, ref, x):
         tiles.store(self._of(ref), x.astype(ref.dtype), mask=self.in_both)
@@ -220,7 +220,7 @@ class _Block:
     def take_each(self, ref):
         """A number of each row, [tall, 1]."""
         mask = None if self.in_rows is None else self.in_rows[:, 0]
-        return tiles.masked(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask)[:, None]
+        return tiles.load_masked(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask)[:, None]
 
     def give_each(self, ref, x):
         mask = None if self.in_rows is None else self.in_rows[:, 0]
@@ -229,7 +229,7 @@ class _Block:
     def vector(self, ref):
         """A number of each column, [1, wide]."""
         mask = None if self.in_columns is None else self.in_columns[0]
-        return tiles.masked(ref.at[self.columns], mask)[None]
+        return tiles.load_masked(ref.at[self.columns], mask)[None]
 
 
 def _joined(y, h, how):

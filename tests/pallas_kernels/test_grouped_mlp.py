@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_helpers import CPU
 from rows import slow
 
-from pallas_kernels import chip
+from pallas_kernels import chip, tiles
 from pallas_kernels.grouped_mlp import (
     PRODUCTS,
     cpu,
@@ -22,7 +22,6 @@ from pallas_kernels.grouped_mlp import (
     routed_mlp,
     stacked_mlp,
     triton,
-    unwritten,
     xla,
 )
 
@@ -164,7 +163,7 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares, keep):
         refs = tuple(
             jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights
         )
-        kept = unwritten((layers, num, 2 * F)) if keep else None
+        kept = tiles.empty((layers, num, 2 * F), jnp.float32) if keep else None
         mlp = lambda h, kept, layer, *_: stacked_mlp(  # noqa: E731
             h, order, sizes, *weights, layer, refs, kept, add, shares
         )

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention, decode_attention
-from pallas_kernels.cpu import apart_on_cpus
+from pallas_kernels.cpu import unfused_on_cpus
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class LayerSlice:
     def read_at_once(self) -> "LayerSlice":
         """For an array that a layer will replace: read before the write, or a CPU's compiler copies
         the stack."""
-        value, stack = apart_on_cpus((self.read(), self.stack))
+        value, stack = unfused_on_cpus((self.read(), self.stack))
         return LayerSlice(stack, self.layer, value)
 
     def write(self, new: jax.Array, *start: jax.Array | int) -> "LayerSlice":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import layer_mlp, routes, stacked_mlp
+from pallas_kernels.grouped_mlp import layer_mlp, stacked_mlp, takes_unsorted_rows
 from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert, through_groups
 
 
@@ -68,7 +68,7 @@ def read_in_place(
 
     def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
         x, num_experts = x.astype(dtype), gate_up.shape[1]
-        if routes():
+        if takes_unsorted_rows():
             order, _, counts = sort_by_expert(choice, num_experts + 1)
             return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
         return through_groups(

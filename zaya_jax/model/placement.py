@@ -37,8 +37,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention, in_window, softmax_scale, visited
 from pallas_kernels.linear_attention import (
+    continue_linear_attention,
     decode_linear_attention,
-    goes_on_linear_attention,
     linear_attention,
     prompt_state,
 )
@@ -189,7 +189,7 @@ class PrecedingTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Rows of whole sequences, as in training on one device; `of_layer` adds what differs by layer.
+    """Rows of whole sequences, as in training on one device; `for_layer` sets what differs by layer.
 
     `segments` cuts packed documents; `mask` (1 = real) is for left-padded rows.
     """
@@ -203,11 +203,12 @@ class Placement:
     windows: Windows = (None,)
     cache: Any = None  # in decoding the layer's CacheEntries
 
-    def of_layer(
-        self, window: jax.Array | None, linear: bool, cache: CacheEntries | None
+    def for_layer(
+        self, weights: Weights, window: jax.Array | None, linear: bool, cache: CacheEntries | None
     ) -> "Placement":
-        """The same for one layer: its window, its kind, and its cache, if any."""
-        return dataclasses.replace(self, window=window, linear=linear, cache=cache)
+        """The same for one layer: how it gets at its weights, its window, its kind, and its cache,
+        if any."""
+        return dataclasses.replace(self, weights=weights, window=window, linear=linear, cache=cache)
 
     @property
     def visible(self) -> Int[Array, "B S"] | None:
@@ -264,13 +265,13 @@ class Prefill(Placement):
     column: Any  # to write at
     cache_layout: CacheLayout = WHOLE_CACHE
 
-    def of_layer(self, window, linear, cache) -> Placement:
+    def for_layer(self, weights, window, linear, cache) -> Placement:
         # What the layer replaces is read before it is written; keys and values are added to.
         entries = {
             name: entry if name in ("k", "v") else entry.read_at_once()
             for name, entry in cache.items()
         }
-        return super().of_layer(window, linear, entries)
+        return super().for_layer(weights, window, linear, entries)
 
     def before(self, x, project, history, initial_value) -> PrecedingTokens:
         return PrecedingTokens(self.cache["history"].read(), initial_value, None)
@@ -337,7 +338,7 @@ class PrefillPiece(Prefill):
 
     def _linear(self, q, k, v):
         entry = self.cache["state"]
-        out, state = goes_on_linear_attention(q, k, v, entry.read(), self.counts)
+        out, state = continue_linear_attention(q, k, v, entry.read(), self.counts)
         return out, {"state": entry.write(state)}
 
 

@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import chip
+from pallas_kernels import chip, tiles
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.cross_entropy import chunk_rows
-from pallas_kernels.grouped_mlp import PRODUCTS, hold, unwritten
+from pallas_kernels.grouped_mlp import PRODUCTS, hold
 from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
@@ -151,9 +151,8 @@ class Zaya(nnx.Module):
             )
             layer = nnx.merge(layer_def, access.local(weights))
             rope = [] if linear else _rope_of(inputs.kind, tables)
-            of_layer = placement.of_layer(inputs.window, linear, cache)
-            of_layer = dataclasses.replace(of_layer, weights=access)
-            out = LayerOutput(*layer(h, router_state, inputs.balance, rope, of_layer))
+            own_placement = placement.for_layer(access, inputs.window, linear, cache)
+            out = LayerOutput(*layer(h, router_state, inputs.balance, rope, own_placement))
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((out.choice[:, None] == classes) * real[:, None], axis=0)
             sums = trees.flat(nnx.to_pure_dict(nnx.pop(layer, TokenSum)), "/")
@@ -169,7 +168,7 @@ class Zaya(nnx.Module):
         may_unroll = policy == "none" and cached is None and devices.alone
         kept = None
         if hooks.experts is not None and cached is None and policy in ("none", "elementwise"):
-            kept = self._unwritten_hidden(rows.tokens.size)
+            kept = self._empty_hidden(rows.tokens.size)
         (h, _, kept), (counts, sums, traced), cache = scan_layers(
             [functools.partial(step, linear) for linear in pattern],
             None if policy == "none" else functools.partial(_remat, policy=policy),
@@ -185,11 +184,11 @@ class Zaya(nnx.Module):
             h = placement.joined(self.final_norm(h))
         return Output(h, counts, sums, cache, *(traced if trace else ()))
 
-    def _unwritten_hidden(self, num_tokens: int) -> Float[Array, "L N F2"]:
+    def _empty_hidden(self, num_tokens: int) -> Float[Array, "L N F2"]:
         """The stack that `stacked_mlp` fills for its backward pass; the layers hand it on."""
         layers, *_, gate_and_up, width = self.layers.experts.gate_up.shape
         shape = layers, num_tokens, gate_and_up * width
-        return unwritten(shape, jnp.dtype(self.precision.compute))
+        return tiles.empty(shape, jnp.dtype(self.precision.compute))
 
 
 def _real_tokens(placement: Placement, tokens: Int[Array, "B S"]) -> Float[Array, "N"]:

@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.cpu import apart_on_cpus as apart
+from pallas_kernels.cpu import unfused_on_cpus
 from zaya_jax import trees
 from zaya_jax.config import Optim, Precision, UserError
 from zaya_jax.optim import muon, skip, zero
@@ -138,7 +138,7 @@ class Optimizer:
         `OptimizerState.weights`). Of copied weights both are the owners'."""
         layout, always = self.layout, self.skip_update == "never"
         shares = layout.reduce_gradients(grads)
-        squares = layout.sum_squares(apart(shares))
+        squares = layout.sum_squares(unfused_on_cpus(shares))
         norm = jnp.sqrt(sum(squares.values()))
         keep, skip_state = skip.decide(self.skip_update, norm, state.skip, self.spike_deviations)
         factor, clip = jnp.ones(()), lambda g: g

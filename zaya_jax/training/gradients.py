@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_mlp import unwritten
+from pallas_kernels import tiles
 from zaya_jax import trees
 from zaya_jax.model.experts import read_and_written_in_place
 from zaya_jax.model.placement import NOTHING
@@ -120,7 +120,8 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
         return places, {path: ways[path].share_of_layer for path in experts}
     return (
         jax.tree.map(
-            lambda w: jax.new_ref(jnp.zeros(w.shape) if add else unwritten(w.shape)), experts
+            lambda w: jax.new_ref(jnp.zeros(w.shape) if add else tiles.empty(w.shape, jnp.float32)),
+            experts,
         ),
         {},
     )

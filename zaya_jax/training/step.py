@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import routes
+from pallas_kernels.grouped_mlp import takes_unsorted_rows
 from zaya_jax.config import Config
 from zaya_jax.hardware import host
 from zaya_jax.optim import balance
@@ -49,11 +49,12 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
     loss, adapted = objective_of(config, spread), bool(config.run.lora)
 
     def step(state, batch, lr):
-        # Triton's kernels (`routes`) index the stacked experts of all layers: each device must hold
-        # every expert, at its full embedding width. (The tensor axis may split the inner width.)
+        # Kernels that take unsorted rows index the stacked experts of all layers: each device must
+        # hold every expert, at its full embedding width. (The tensor axis may split the inner
+        # width.)
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or adapted
-        in_place = routes() and model.model_type == "zaya" and not elsewhere
+        in_place = takes_unsorted_rows() and model.model_type == "zaya" and not elsewhere
         count = jax.lax.psum(loss.count(batch), spread.token_axes)
         total = jnp.maximum(count, 1.0)
 
