@@ -1,15 +1,30 @@
 """Attention on a GPU in three kernels: the output, the gradient of queries, those of keys and
 values.
 
-A program of the first two has a tile of rows: some queries times the heads of their group, so that
-a key and value that it loads serve all of them. Keys pass by in blocks, with an online soft-max. A
-program of the third has a block of keys, by which the queries pass: the sum over a group's heads is
-a part of the product, and each gradient is written once, without atomics. The price is that both
-backward kernels compute the scores: seven products for five.
+    attention_forward, a program for each tile i of rows (`_forward_body`): for each block j of keys that it meets
+        scores = q_i k_j^T, masked if j lies on an edge
+        weights = exp(scores - top), where top is each row's greatest score so far
+        out_i = out_i + weights v_j, and total = total + sum of weights, both first shrunk to the new top
+      then the output is out_i / total, and the log-sum-exp (lse) top + log(total)
+    attention_queries, a program for each tile i too (`_queries_body`): for the same blocks, with
+        delta = sum(d_out_i out_i) - d_lse
+        weights = exp(q_i k_j^T - lse)
+        d_scores = weights (d_out_i v_j^T - delta)
+        dq_i = dq_i + d_scores k_j
+    attention_keys, a program for each block j of keys (`_keys_body`): for each tile i of rows that it meets
+        weights and d_scores as above, transposed
+        dv_j = dv_j + weights^T d_out_i, and dk_j = dk_j + d_scores^T q_i
 
-Which blocks a tile meets is arithmetic on their bounds; with segments it is asked of the least and
-the greatest id of each block (`ranges_of`). Blocks whose every row sees every key go without a
-mask.
+The rows of a tile are some queries times the heads of their group, so that a key and value that a
+program loads serve all of them, and in the third kernel the sum over a group's heads is a part of
+the product: each gradient is written once, without atomics. The price is that both backward kernels
+compute the scores: seven products for five.
+
+Which blocks a tile meets is arithmetic on their bounds (`_Masks.met_by_queries`); with segments it
+is asked of the least and the greatest id of each block (`ranges_of`). Of the blocks [lo, hi), those
+of [start, end) go first, without a mask, since every row sees every key in them; then those on
+either edge, with one (`_over_blocks`). The scale and log2(e) are one factor of the exponential's
+argument, since GPUs have 2 ** x.
 
 They take heads of a multiple of 16 channels, up to 256, all in one number format (on NVIDIA's chips
 not float32), and sequences of 16 tokens or more (`suits`); `xla` has the rest. A tile has the
@@ -71,7 +86,9 @@ def forward(
         )
     call = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
     results = [(q, v.dtype), (call.sums, jnp.float32)]
-    out, lse = call.run(_forward, "attention_forward", call.grid_of_queries, (q, k, v), results, 2)
+    out, lse = call.run(
+        _forward_body, "attention_forward", call.grid_of_queries, (q, k, v), results, 2
+    )
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
@@ -86,13 +103,13 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     inputs = [q, k, v, out, lse, d_out]
     if d_lse is not None:
         inputs.append(d_lse)
-    body = functools.partial(_queries, d_lse is not None)
+    body = functools.partial(_queries_body, d_lse is not None)
     results = [(q, dtype), (call.sums, jnp.float32)]
     dq, delta = call.run(body, "attention_queries", call.grid_of_queries, inputs, results, 3)
     call = _Call("keys", q, k, *masks)
     inputs = [q, k, v, d_out, lse, delta]
     dk, dv = call.run(
-        _keys, "attention_keys", call.grid_of_keys, inputs, [(k, dtype), (v, dtype)], 4
+        _keys_body, "attention_keys", call.grid_of_keys, inputs, [(k, dtype), (v, dtype)], 4
     )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
@@ -138,11 +155,9 @@ class _Call:
         self.shape = _Shape(q_len, k_len, num_kv, *sizes, scale, *known)
         self.masks = [x.reshape(1) for x in (window, offset) if x is not None]
         if q_segments is not None:
-            q_ranges, k_ranges = (
-                ranges_of(q_segments, self.shape.queries),
-                ranges_of(k_segments, self.shape.keys),
-            )
-            self.masks += [q_segments, k_segments, *q_ranges, *k_ranges]
+            self.masks += [q_segments, k_segments]
+            self.masks += ranges_of(q_segments, self.shape.queries)
+            self.masks += ranges_of(k_segments, self.shape.keys)
 
     def run(self, body, name, grid, inputs, results, products) -> Any:
         """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C:
@@ -308,7 +323,7 @@ def _one_document(least, greatest, padded):
     return jnp.where(padded > 0, least > greatest, least == greatest)
 
 
-def _over(lo, hi, start, end, step, carry):
+def _over_blocks(lo, hi, start, end, step, carry):
     """carry after step(block, carry, masked) of the blocks [lo, hi); those of [start, end) without
     a mask."""
     before = start - lo
@@ -320,7 +335,7 @@ def _over(lo, hi, start, end, step, carry):
     return lax.fori_loop(0, before + hi - end, edge, carry)
 
 
-def _rows(shape: _Shape, batch, head, i) -> HeadRows:
+def _queries_of(shape: _Shape, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
     n, num_heads = tiles.steps(shape.rows), shape.num_kv * shape.parts * shape.heads
     tokens = i * shape.queries + lax.div(n, shape.heads)
@@ -343,10 +358,10 @@ def _place_of_queries(shape: _Shape) -> tuple:
     return lax.div(n, shape.num_kv * shape.parts), lax.div(head, shape.parts), head * shape.heads, i
 
 
-def _forward(shape: _Shape, q, k, v, *refs):
+def _forward_body(shape: _Shape, q, k, v, *refs):
     *mask_refs, out, lse = refs
     batch, kv_head, head, i = _place_of_queries(shape)
-    masks, rows = _Masks(shape, mask_refs, batch), _rows(shape, batch, head, i)
+    masks, rows = _Masks(shape, mask_refs, batch), _queries_of(shape, batch, head, i)
     q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), shape.scale * LOG2E
 
     def step(j, carry, masked):
@@ -370,7 +385,7 @@ def _forward(shape: _Shape, q, k, v, *refs):
         jnp.full(shape.rows, lowest),
         jnp.zeros(shape.rows),
     )
-    acc, top, total = _over(*masks.met_by_queries(i), step, start)
+    acc, top, total = _over_blocks(*masks.met_by_queries(i), step, start)
     safe = jnp.where(total > 0, total, 1.0)
     rows.store(out, acc / safe[:, None])
     rows.store(lse, jnp.where(total > 0, top / LOG2E + jnp.log(safe), MASKED))
@@ -382,10 +397,11 @@ def _weights(scores, lse, factor, seen):
     return weights if seen is None else jnp.where(seen, weights, 0)
 
 
-def _queries(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *refs):
-    (d_lse, *mask_refs), (dq, delta) = refs[:-2] if has_d_lse else (None, *refs[:-2]), refs[-2:]
+def _queries_body(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *refs):
+    *mask_refs, dq, delta = refs
+    d_lse = mask_refs.pop(0) if has_d_lse else None
     batch, kv_head, head, i = _place_of_queries(shape)
-    masks, rows = _Masks(shape, mask_refs, batch), _rows(shape, batch, head, i)
+    masks, rows = _Masks(shape, mask_refs, batch), _queries_of(shape, batch, head, i)
     q_i, d_i, q_ids = rows.load(q), rows.load(d_out), rows.ids(masks.q_ids)
     delta_i = (d_i.astype(jnp.float32) * rows.load(out).astype(jnp.float32)).sum(1)
     if d_lse is not None:
@@ -403,10 +419,10 @@ def _queries(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *refs):
         return dq_i + tiles.dot(tiles.narrow(d_scores, q.dtype), k_j)
 
     dq_i = jnp.zeros((shape.rows, tiles.power(shape.channels)), jnp.float32)
-    rows.store(dq, _over(*masks.met_by_queries(i), step, dq_i) * shape.scale)
+    rows.store(dq, _over_blocks(*masks.met_by_queries(i), step, dq_i) * shape.scale)
 
 
-def _keys(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
+def _keys_body(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
     *mask_refs, dk, dv = refs
     n, j = tiles.program_id(0), tiles.program_id(1)  # the first blocks meet the most queries
     batch, kv_head = lax.div(n, shape.num_kv), lax.rem(n, shape.num_kv)
@@ -415,7 +431,7 @@ def _keys(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
 
     def step(part, i, carry, masked):
         dk_j, dv_j = carry
-        rows = _rows(shape, batch, (kv_head * shape.parts + part) * shape.heads, i)
+        rows = _queries_of(shape, batch, (kv_head * shape.parts + part) * shape.heads, i)
         q_i, d_i = rows.load(q, inner=not masked), rows.load(d_out, inner=not masked)
         lse_i, delta_i = (
             rows.load(lse, inner=not masked) * LOG2E,
@@ -433,7 +449,7 @@ def _keys(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
     zero = jnp.zeros((shape.keys, tiles.power(shape.channels)), jnp.float32)
     carry = (zero, zero)
     for part in range(shape.parts):
-        carry = _over(*met, functools.partial(step, part), carry)
+        carry = _over_blocks(*met, functools.partial(step, part), carry)
     dk_j, dv_j = carry
     keys.store(dk, dk_j * shape.scale)
     keys.store(dv, dv_j)

@@ -1,20 +1,29 @@
 """CCA's mixing on a GPU: one kernel from projected columns to queries and keys, three for the
 gradients.
 
-A program has some tokens of one head: it loads them as often as there are taps, and the heads of
-its means, whose programs run at the same time. Values between the two convolutions, and up to the
-norm, stay in registers.
+A program of the first three has a block of tokens of one head. It loads them anew for each tap, and
+the heads of its mean, whose programs run at the same time. Values between the two convolutions, and
+up to the norm, stay in registers.
 
-    mix            columns → q, k
-    mix_sums       the gradient of the norm's input, from dq and dk; all before it is computed again
-    mix_columns    from that, the columns' own, by both convolutions backwards and the means; shares of the taps' of
-                   channels. The columns behind those of queries and keys (values) are copied, so that the gradient of
-                   all columns is one array, written once
-    mix_taps       shares of the gradient of the taps of heads, one of each of `splits` parts of the tokens
+    mix, columns → q, k (`_forward`)
+        taps[i] = the first convolution's output for the tokens t1 - i before (`_between`), for each tap i of the second
+        sums = mean of the head and its others + bias + sum over i of taps[i] by_head[i]     (`_entering`)
+        q or k = sums / norm(sums) sqrt(C) scale, rotated; the scale of a query is 1
+    mix_sums, d_q, d_k → d_sums (`_sums`)
+        sums again, then the gradient through rotation and norm; and the program's share of the scale's gradient
+    mix_columns, d_sums → the gradient of the columns (`_columns`)
+        the means backwards, then for each tap a of the first convolution
+            passed = sum over taps b of the second of d_sums, a + b tokens after, by_head[t1 - b]^T
+            d_columns += passed by_channel[t0 - a]; and the program's share of by_channel's gradient
+        a head number behind the last is a part of the values' columns, whose gradient `d_rest` is copied: so the
+        gradient of all columns is one array, written once
+    mix_taps, d_sums → shares of the gradient of by_head (`_taps`)
+        a program has a tap of a head, and one of `splits` parts of the tokens: y^T d_sums over that part's blocks,
+        where y is `_between` again
 
 Nothing is added atomically; XLA adds up the shares. The rotation turns pairs of channels half a
 table apart, and a tile cannot be cut once it is in registers: so it is made of blocks of channels,
-each as wide as that half.
+each as wide as that half. Distances count backwards: a negative one is of tokens after.
 
 They take heads of 16 to 256 channels, a power of two, and one table that turns a power of two of
 them (`suits`); `xla` has the rest. Letters as in `pallas_kernels.cca_mix`.
@@ -161,7 +170,7 @@ def _mix_fwd(shape, columns, by_channel, by_head, bias, temperature, table, segm
         shape,
         _forward,
         saved,
-        (),
+        {},
         "mix",
         (shape.all_heads, shape.blocks, shape.batch),
         [
@@ -182,7 +191,7 @@ def _mix_bwd(shape, saved, d):
         shape,
         _sums,
         saved,
-        (d_q, d_k),
+        {"d_q": d_q, "d_k": d_k},
         "mix_sums",
         (shape.all_heads, shape.blocks, shape.batch),
         [
@@ -196,7 +205,7 @@ def _mix_bwd(shape, saved, d):
         shape,
         _columns,
         saved,
-        (d_sums, d_rest),
+        {"d_sums": d_sums, "d_rest": d_rest},
         "mix_columns",
         (shape.width // shape.channels, shape.blocks, shape.batch),
         [
@@ -211,7 +220,7 @@ def _mix_bwd(shape, saved, d):
         shape,
         functools.partial(_taps, splits),
         saved,
-        (d_sums,),
+        {"d_sums": d_sums},
         "mix_taps",
         (taps, splits),
         [
@@ -246,7 +255,7 @@ def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passe
         "table": table,
         "segments": segments,
     }
-    inputs |= {f"d{i}": d for i, d in enumerate(gradients)}
+    inputs |= gradients
     inputs = {name: x for name, x in inputs.items() if x is not None and x.size}
     others = sum(
         inputs[n].size * inputs[n].dtype.itemsize
@@ -278,8 +287,7 @@ class _Refs:
         self.shape, self.refs = shape, refs
 
     def columns(self, name, tokens, distance, column, wide, seen):
-        """Columns of the tokens so far before these, zero where they are not seen; before is
-        negative after."""
+        """Columns of the tokens at this distance before these, zero where they are not `seen`."""
         rows, columns = tokens.index - distance, column + tiles.steps(wide)
         return tiles.take(
             self.refs[name], tokens.batch, rows=rows, columns=columns, real=(seen, None)
@@ -316,7 +324,7 @@ class _Tokens:
         self.real = self.index < shape.length
 
     def linked(self, a, b):
-        """Whether the tokens so far before each are there, and of one segment."""
+        """Whether the tokens at the distances a and b before each are there, and of one segment."""
         first, second = self.index - a, self.index - b
         there = (
             (first >= 0)
@@ -403,10 +411,8 @@ def _turned(shape, refs, tokens, blocks, back=False):
 
 
 def _forward(shape, refs, q, k):
-    head, tokens = (
-        tiles.program_id(0),
-        _Tokens(shape, refs, tiles.program_id(2), tiles.program_id(1)),
-    )
+    head = tiles.program_id(0)
+    tokens = _Tokens(shape, refs, tiles.program_id(2), tiles.program_id(1))
     blocks = _entering(shape, refs, tokens, head)
     factor = _norms(shape, blocks)[0] * refs.refs["scales"][head]
     blocks = _turned(shape, refs, tokens, [x * factor for x in blocks])
@@ -433,10 +439,10 @@ def _sums(shape, refs, d_sums, d_scales):
     d = []
     for i in range(len(units)):
         of_q = refs.of_head(
-            "d0", tokens, jnp.minimum(head, shape.heads - 1), i * shape.wide, tokens.real & query
+            "d_q", tokens, jnp.minimum(head, shape.heads - 1), i * shape.wide, tokens.real & query
         )
         of_k = refs.of_head(
-            "d1", tokens, jnp.maximum(head - shape.heads, 0), i * shape.wide, tokens.real & ~query
+            "d_k", tokens, jnp.maximum(head - shape.heads, 0), i * shape.wide, tokens.real & ~query
         )
         d.append(of_q + of_k)
     d = _turned(shape, refs, tokens, d, back=True)
@@ -455,12 +461,12 @@ def _columns(shape, refs, d_columns, of_channels):
     head, block, batch = (tiles.program_id(i) for i in range(3))
     tokens = _Tokens(shape, refs, batch, block)
 
-    if "d1" in refs.refs:
+    if "d_rest" in refs.refs:
 
         @tiles.when(head >= shape.all_heads)
         def copied():
             column = (head - shape.all_heads) * shape.channels
-            x = refs.columns("d1", tokens, 0, column, shape.channels, tokens.real)
+            x = refs.columns("d_rest", tokens, 0, column, shape.channels, tokens.real)
             _store(shape, d_columns, tokens, head * shape.channels, x)
 
     @tiles.when(head < shape.all_heads)
@@ -478,7 +484,7 @@ def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
     share = _either(query, 0.5 / shape.group, 0.5)
     for place in range(0, shape.channels, wide):
 
-        def of(other, name="d0", place=place):
+        def of(other, name="d_sums", place=place):
             column = other * shape.channels + place
             return refs.columns(name, tokens, 0, column, wide, tokens.real).astype(jnp.float32)
 
@@ -491,7 +497,7 @@ def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
             for b in range(shape.t1 + 1):
                 linked = tokens.linked(-a, -a - b)
                 later = refs.columns(
-                    "d0", tokens, -a - b, head * shape.channels, shape.channels, linked
+                    "d_sums", tokens, -a - b, head * shape.channels, shape.channels, linked
                 )
                 taps = refs.refs["by_head"][shape.t1 - b, head, tiles.slice_of(place, wide), :]
                 passed += tiles.dot(later, taps, transpose_y=True)
@@ -513,7 +519,7 @@ def _taps(splits, shape, refs, of_heads, of_biases):
     def add(i, sums):
         by_taps, by_bias = sums
         tokens = _Tokens(shape, refs, lax.div(i, shape.blocks), lax.rem(i, shape.blocks))
-        d = refs.columns("d0", tokens, 0, head * shape.channels, shape.channels, tokens.real)
+        d = refs.columns("d_sums", tokens, 0, head * shape.channels, shape.channels, tokens.real)
         y = _between(shape, refs, tokens, head, distance)
         by_bias += d.astype(jnp.float32).sum(0, keepdims=True)
         return by_taps + tiles.dot(y, d, transpose_x=True), by_bias

@@ -1,16 +1,21 @@
 """The gated MLP of groups by kernels of Pallas's Triton backend: for GPUs.
 
 Rows are read in place: `order` names them, sorted by expert, so that nothing is gathered before the
-products or scattered after them, and the gate scales the results. Weights are read in their own
-number format and converted on the way to the products: no copy of them is made. Six products, each
-one kernel:
+products or scattered after them. Weights are read in their own number format and converted on the
+way to the products: no copy of them is made. Six products, each one kernel, for row i of the sorted
+ones:
 
-    gate and up   hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and its SwiGLU [M, F]
-    down          out[order[i]] = gate * (swiglu[i] @ down)
-    d_hidden      of d_out[order[i]] @ down^T, through SwiGLU; with it gate * swiglu, and the gate's gradient
+    gate_up       hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and swiglu[i] of it
+    down          out[order[i]] = swiglu[i] @ down
+    d_hidden      d_out[order[i]] @ down^T, backwards through SwiGLU; and swiglu[i] again
     d_x           d_x[order[i]] = d_hidden[i] @ gate_up^T
     d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
-    d_down        (gate * swiglu)^T @ d_out[order]
+    d_down        for each expert swiglu^T @ d_out[order] over its rows, float32
+
+A program of the first four has a tile of rows of one expert (`_block_of`) and of columns; its loop
+goes down the depth of the product, and after it comes what is not a product (`_by_rows`,
+`_products`). A program of the last two has a tile of an expert's gradient; its loop goes down the
+expert's rows (`_over_rows`).
 
 With a `layer`, weights and gradients are stacks over all layers, and hidden may be one: a kernel
 writes the layer's own part. XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a

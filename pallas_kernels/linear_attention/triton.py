@@ -1,12 +1,19 @@
 """Linear attention on a GPU: all chunks at once, where XLA has a scan over them.
 
-    linear_states        each chunk's own contribution to the state: k^T v, and the sum of k
+    linear_states        each chunk's own contribution to the state: k^T v, and the sum of k (its `total`)
     linear_carry         a sum over the chunks before, as far as a document goes on: the state that enters each chunk
     linear_outputs       a chunk's queries, against its own keys and against that state
     linear_d_queries     dq in the same way
     linear_states        again: each chunk's contribution to the gradient of the state that enters it, q^T d
     linear_carry         again, from the last chunk to the first: the gradient of each chunk's contribution
     linear_d_keys        dk and dv, from the chunk's own queries and from that
+
+A program of `linear_states` has one chunk of a key-value head, and its loop goes over blocks of the
+chunk's rows. One of `linear_carry` has some numbers of the states of a head, and goes over chunks.
+The other three first go over slices of the entering state's channels (`_sliced`), whose product
+with the tile counts for rows of the document that reaches into the chunk (`_only`); then over
+blocks on the other side of the diagonal: keys for a tile of queries, queries for a block of keys.
+Their names are those of the functions below with `_body` behind them.
 
 A state is never as long as the sequence, and each is written once, alone and summed. The sum is in
 float32; a chunk reads it rounded to the number format of the products, as it does in XLA. In each
@@ -148,17 +155,8 @@ def _states(shape: Shape, inputs, segments, of_keys):
     columns = shape.wide if shape.wide <= 128 else 64  # of a program: more spill
     states = shape.batch * shape.num_kv, shape.chunks, shape.channels
     across = -(-shape.channels // columns)
-    flops = (
-        2.0
-        * states[0]
-        * shape.chunks
-        * shape.chunk
-        * cut.heads
-        * cut.parts
-        * shape.wide
-        * across
-        * columns
-    )
+    rows = states[0] * shape.chunks * shape.chunk * cut.heads * cut.parts
+    flops = 2.0 * rows * shape.wide * across * columns
     return _call(
         shape,
         "states",
@@ -218,7 +216,7 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     cut = shape.cut("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
     if shape.whole:  # with these the other kernels need neither the output nor the denominator
-        results |= {name: _result(q.shape[:3], jnp.float32) for name in ("d_denominator", "factor")}
+        results["d_denominator"] = results["factor"] = _result(q.shape[:3], jnp.float32)
         results["q"] = results["dq"]
     arrays = _call(
         shape,

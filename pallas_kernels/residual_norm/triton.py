@@ -1,10 +1,12 @@
 """Reading and joining the residual stream, on GPUs: one pass of kernels of our own where XLA takes
 several.
 
-A program walks down some rows with all their columns, so it has the sums that a norm and its
-gradient need, and adds up its rows' share of the vectors' gradients. These shares, one of each
-program, XLA adds: no atomic addition, the same bits every time. A forward read or join by itself is
-left to XLA, which makes one pass of each.
+There are two: `_forward`, a join and the norm behind it, and `_backward`, the gradients of a join, of
+a norm, or of both. A program has `steps` tiles of `tall` rows with all their columns, one below the
+other. Its loop goes down these tiles. Each has the sums over columns that a norm and its gradient
+need; sums over rows, for the gradients of scales and biases, are carried from tile to tile. In the
+end the program writes its share of them, and XLA adds the shares of all: no atomic addition, the
+same bits every time. A forward read or join by itself is left to XLA, which makes one pass of each.
 
 Rows of more than MOST numbers are XLA's: a thread would hold more of them than it has registers
 for.
