@@ -67,8 +67,8 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> Random
     return RandomInput(shape, dtype, draw)
 
 
-def below(most: int, *shape: int) -> RandomInput:
-    """Integers."""
+def integers(most: int, *shape: int) -> RandomInput:
+    """Integers from 0 on, below this one."""
     return RandomInput(shape, jnp.int32, lambda rng, shape: rng.integers(0, most, shape))
 
 
@@ -162,11 +162,9 @@ def attending(window: int | None = None, lse: bool = False) -> Callable[[Any], C
 def qkv(size: Size) -> tuple[RandomInput, ...]:
     """Queries, keys and values."""
     m = size.model
-    heads = (
-        {m.num_attention_heads: size.length},
-        *[{m.num_key_value_heads: size.whole or size.length}] * 2,
-    )
-    return tuple(normal(size.batch, n, h, m.head_dim) for of in heads for h, n in of.items())
+    queries = normal(size.batch, size.length, m.num_attention_heads, m.head_dim)
+    keys = normal(size.batch, size.whole or size.length, m.num_key_value_heads, m.head_dim)
+    return queries, keys, keys
 
 
 def _linear_attention(dtype):
@@ -177,15 +175,15 @@ def experts(size: Size) -> tuple[RandomInput, ...]:
     """Both weights of the experts."""
     m = size.model
     d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
-    return normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02), normal(
-        e, f, d, dtype=jnp.float32, scale=0.02
-    )
+    weights = functools.partial(normal, dtype=jnp.float32, scale=0.02)
+    return weights(e, d, 2 * f), weights(e, f, d)
 
 
 def _tokens(size: Size) -> tuple[RandomInput, ...]:
     """As the model has them: with a class past the last expert."""
     m = size.model
-    return normal(size.tokens, m.hidden_size), below(m.num_experts + 1, size.tokens), *experts(size)
+    choice = integers(m.num_experts + 1, size.tokens)
+    return normal(size.tokens, m.hidden_size), choice, *experts(size)
 
 
 def _own_expert(dtype):
@@ -224,13 +222,15 @@ def _mixing(size: Size, padded: bool = False) -> tuple[RandomInput, ...]:
     columns = normal(size.batch, size.length, (heads + m.num_key_value_heads) * c)
     by_channel = normal(m.cca_time0, heads, c, dtype=jnp.float32)
     by_head = normal(m.cca_time1, heads, c, c, dtype=jnp.float32, scale=c**-0.5)
-    more = normal(heads, c, dtype=jnp.float32), normal(m.num_key_value_heads, dtype=jnp.float32)
-    counted = RandomInput(
+    bias = normal(heads, c, dtype=jnp.float32)
+    temperature = normal(m.num_key_value_heads, dtype=jnp.float32)
+    positions = RandomInput(
         (size.batch, size.length),
         jnp.int32,
         lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape),
     )
-    return columns, by_channel, by_head, *more, documents(size, padded), counted
+    ids = documents(size, padded)
+    return columns, by_channel, by_head, bias, temperature, ids, positions
 
 
 def _mix(parts: int = 2) -> Callable[[Any], Callable]:
@@ -281,21 +281,18 @@ CASES = (
 )
 
 
-def further(operator: str, windows: Sequence[int] = ()) -> list[OperatorCase]:
+def rare_cases(operator: str, windows: Sequence[int] = ()) -> list[OperatorCase]:
     """What an operator must also do right: a run's windows, and what is rare in a step."""
-    padded = functools.partial(documents, padded=True)
-    with_padding = lambda s: (*qkv(s), padded(s))  # noqa: E731
+
+    def padded_qkv(size: Size) -> tuple[RandomInput, ...]:
+        return *qkv(size), documents(size, padded=True)
+
     if operator == "attention":
-        found = [
-            OperatorCase(operator, f"window of {window}", attending(window), with_padding)
-            for window in windows
-        ]
-        whole = OperatorCase(
-            operator, "log-sum-exps, padded tail", attending(lse=True), with_padding
-        )
-        return [*found, whole]
+        calls = {f"window of {window}": attending(window) for window in windows}
+        calls["log-sum-exps, padded tail"] = attending(lse=True)
+        return [OperatorCase(operator, label, call, padded_qkv) for label, call in calls.items()]
     if operator == "linear_attention":
-        return [OperatorCase(operator, "padded tail", _linear_attention, with_padding)]
+        return [OperatorCase(operator, "padded tail", _linear_attention, padded_qkv)]
     if operator == "cca_mix":
         padded_mixing = functools.partial(_mixing, padded=True)
         return [OperatorCase(operator, "all channels turn, padded tail", _mix(1), padded_mixing)]
@@ -306,7 +303,7 @@ def further(operator: str, windows: Sequence[int] = ()) -> list[OperatorCase]:
 
 def _tokens_of_few(size: Size) -> tuple[RandomInput, ...]:
     x, _, *weights = _tokens(size)
-    return x, below(max(size.model.num_experts // 2, 1), size.tokens), *weights
+    return x, integers(max(size.model.num_experts // 2, 1), size.tokens), *weights
 
 
 # ################################################################################################

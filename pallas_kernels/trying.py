@@ -79,7 +79,7 @@ def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
     size = Size("", asked["batch"], asked["length"], model, asked.get("whole", 0))
     small = Size("", 2, 333, model)
     plain = [case for case in cases.CASES if case.operator == operator]
-    more = cases.further(operator, asked.get("windows", ()))
+    more = cases.rare_cases(operator, asked.get("windows", ()))
     if operator == "grouped_mlp":
         stacks = TriedCall(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
         chosen, more = [stacks], [*more, *plain]

@@ -150,7 +150,7 @@ class Continuation:
         assert not self.ended
         with chip.making(self._target):
             if self._carry is None:
-                arguments = self._head, self._hidden, *self._first, self._drawing
+                arguments = self._head, *self._after_prompts, self._drawing
                 self._carry = _first_token(*arguments, self._model, self._precision, self._variant)
                 return self._taken(np.asarray(self._carry.token)[:, None])
             num = min(TOKENS_PER_CALL, self._left)
@@ -181,7 +181,7 @@ class Continuation:
 
     def _prefill(self, prompts: list[list[int]], mask: np.ndarray | None, num_tokens: int) -> None:
         """Runs the prompts through the model, piece by piece, or in one pass if they are padded at
-        the left; leaves the cache and each row's last hidden state."""
+        the left; leaves the cache, and each row's last hidden state, length and padding."""
         lengths = np.asarray([len(ids) for ids in prompts], np.int32)
         longest, padding = int(lengths.max()), np.zeros_like(lengths)
         if mask is None:
@@ -197,16 +197,16 @@ class Continuation:
         tokens = np.zeros((len(prompts), sum(sizes)), np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
             row[: len(ids)] = ids
-        self._hidden = np.zeros((len(prompts), self._model.hidden_size), np.float32)
+        hidden = np.zeros((len(prompts), self._model.hidden_size), np.float32)
         start = 0
         for size in sizes:
             counts = np.clip(lengths - start, 0, size)
-            piece = tokens[:, start : start + size], mask, counts, self._hidden, np.int32(start)
-            self._hidden, self._cache = _prefill_piece(
+            piece = tokens[:, start : start + size], mask, counts, hidden, np.int32(start)
+            hidden, self._cache = _prefill_piece(
                 (*self._weights, *piece), self._cache, self.cache_length, *self._program
             )
             start += size
-        self._first = lengths, padding
+        self._after_prompts = hidden, lengths, padding
 
     def _everywhere(self, arguments: Any) -> Any:
         """The arguments, on all devices of the mesh."""
@@ -388,13 +388,13 @@ def _prefill_piece(arguments, cache, length, model, precision, devices):
         if mask is None:
             positions = start + jnp.arange(ids.shape[1], dtype=jnp.int32)
             rows = TokenRows(ids, positions=jnp.broadcast_to(positions, ids.shape))
-            window = CacheInput(cache, start, counts=counts, first=first)
+            cached = CacheInput(cache, start, counts=counts, first=first)
         else:
             # A row's first real token is at position 0, as the port's generate counts.
             positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
             rows = TokenRows(ids, positions=positions, mask=mask)
-            window = CacheInput(cache, start)
-        out = _forward(weights, rows, window, model, precision, devices)
+            cached = CacheInput(cache, start)
+        out = _forward(weights, rows, cached, model, precision, devices)
         last = jnp.maximum(counts - 1, 0)[:, None, None]
         last = jnp.take_along_axis(out.hidden, last, axis=1)[:, 0]
         return jnp.where(counts[:, None] > 0, last.astype(hidden.dtype), hidden), out.cache
@@ -403,12 +403,13 @@ def _prefill_piece(arguments, cache, length, model, precision, devices):
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _first_token(head, hidden, column, padding, drawing, model, precision, variant) -> Carry:
-    """The rows with their first new token, in this column after so much padding."""
+def _first_token(head, hidden, length, padding, drawing, model, precision, variant) -> Carry:
+    """The rows with their first new token, in the column behind a prompt of this length, which
+    begins with so much padding."""
     number = jnp.int32(0)
     with jax.default_matmul_precision(precision.matmul):
         token = _pick(model, head, hidden, precision, variant, drawing, number)
-    return Carry(token, column, padding, number + 1)
+    return Carry(token, length, padding, number + 1)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=(1,))
@@ -426,23 +427,23 @@ def _next_tokens(arguments, cache, model, precision, devices, variant):
             return (i < num) & ~done.all()
 
         def step(state):
-            i, done, token, index, tokens, cache = state
-            visible = (columns <= index[:, None]) & (columns >= rows.padding[:, None])
-            inputs = TokenRows(token[:, None], positions=(index - rows.padding)[:, None])
-            window = CacheInput(cache, index, valid=visible)
-            out = _forward(weights, inputs, window, model, precision, devices)
+            i, done, token, column, tokens, cache = state
+            visible = (columns <= column[:, None]) & (columns >= rows.padding[:, None])
+            inputs = TokenRows(token[:, None], positions=(column - rows.padding)[:, None])
+            cached = CacheInput(cache, column, valid=visible)
+            out = _forward(weights, inputs, cached, model, precision, devices)
             new = _pick(model, head, out.hidden[:, 0], precision, variant, drawing, rows.number + i)
             token = jnp.where(done, token, new)
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
-            index = jnp.where(done, index, index + 1)
+            column = jnp.where(done, column, column + 1)
             done |= (token[:, None] == drawing.ends).any(-1)
-            return i + 1, done, token, index, tokens, out.cache
+            return i + 1, done, token, column, tokens, out.cache
 
         tokens = jnp.zeros((len(rows.token), TOKENS_PER_CALL), jnp.int32)
         state = jnp.int32(0), done, rows.token, rows.column, tokens, cache
         with turning(TOKENS_PER_CALL):
-            i, _, token, index, tokens, cache = jax.lax.while_loop(unfinished, step, state)
-        return (tokens, Carry(token, index, rows.padding, rows.number + i)), cache
+            i, _, token, column, tokens, cache = jax.lax.while_loop(unfinished, step, state)
+        return (tokens, Carry(token, column, rows.padding, rows.number + i)), cache
 
     return _on_all(devices, model, precision, run, arguments, cache)
 

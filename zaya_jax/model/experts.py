@@ -40,16 +40,16 @@ def read_and_written_in_place(
     add: bool,
     shares: tuple[Callable, Callable] | None,
 ) -> Callable[[jax.Array, list], Callable]:
-    """A function of a layer's number, and of a list of one stack for `stacked_mlp` to fill, or of
-    None: an `expert_mlp` with that layer's weights and places for their gradients; it ignores the
-    weights of its arguments.
+    """For `ScanHooks.experts`: (a layer's number, a list of one item) → an `expert_mlp` that reads
+    that layer's weights inside these stacks, ignoring those of its arguments, and writes their
+    gradients into stacks too. The item is a stack for `stacked_mlp` to fill, or None.
 
     Otherwise a layer's weights are copied out of their stack for each pass, and their gradients
     into it. Gradients are float32, added to the present values if `add`; with `shares`, their
     function of a layer's gradient is written.
     """
 
-    def of_layer(layer, kept, x, choice, _gate_up, _down, *, dtype):
+    def mlp_of_layer(layer, kept, x, choice, _gate_up, _down, *, dtype):
         order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
         sizes, x = counts[: gate_up.shape[1]], x.astype(dtype)
         y, kept[0] = stacked_mlp(
@@ -57,16 +57,15 @@ def read_and_written_in_place(
         )
         return y
 
-    return lambda layer, kept: functools.partial(of_layer, layer, kept)
+    return lambda layer, kept: functools.partial(mlp_of_layer, layer, kept)
 
 
 def read_in_place(
     gate_up: Float[Array, "L E D 2 F"], down: Float[Array, "L E F D"]
 ) -> Callable[[jax.Array, list], Callable]:
-    """As `read_and_written_in_place` without gradients, for decoding: only experts that a token
-    chose are read."""
+    """The same for decoding, without gradients: only experts that a token chose are read."""
 
-    def of_layer(layer, x, choice, _gate_up, _down, *, dtype):
+    def mlp_of_layer(layer, x, choice, _gate_up, _down, *, dtype):
         x, num_experts = x.astype(dtype), gate_up.shape[1]
         if takes_unsorted_rows():
             order, _, counts = sort_by_expert(choice, num_experts + 1)
@@ -75,4 +74,4 @@ def read_in_place(
             x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
         )
 
-    return lambda layer, _: functools.partial(of_layer, layer)
+    return lambda layer, _: functools.partial(mlp_of_layer, layer)

@@ -11,7 +11,7 @@ anything is compiled.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,38 +20,25 @@ from zaya_jax.config import Config, Model, Precision, UserError
 from zaya_jax.model import zaya
 from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
 
-
-class AxisRule(NamedTuple):
-    """These mesh axes split the dims of this logical axis."""
-
-    logical: str
-    axes: tuple[str, ...]
-
-
-TABLE = (
+# The mesh axes that split the dims of each logical axis.
+TABLE: dict[str, tuple[str, ...]] = {
     # Whole experts stay where they are: tokens are fewer bytes than matrices.
-    AxisRule("expert", ("expert",)),
+    "expert": ("expert",),
     # A head attends by itself; its columns of q and rows of o go with it.
-    AxisRule("heads", ("tensor",)),
+    "heads": ("tensor",),
     # Gate and up columns and down rows of one expert channel go together; so do a dense MLP's.
-    AxisRule("mlp", ("tensor",)),
-    AxisRule("width", ("tensor",)),
-)
-TSP_TABLE = (
+    "mlp": ("tensor",),
+    "width": ("tensor",),
+}
+TSP_TABLE: dict[str, tuple[str, ...]] = {
     # Experts do not travel. With the sequence, tokens are spread over tensor: each device has other
     # tokens there, so experts are spread over it too.
-    AxisRule("expert", ("expert", "tensor")),
+    "expert": ("expert", "tensor"),
     # Held in parts, sent to the devices that hold the tokens.
-    AxisRule("heads", ("tensor",)),
-    AxisRule("width", ("tensor",)),
-)
-# The one dim that every matrix of a block has, and no other rule names.
-FSDP = AxisRule(FSDP_DIM, ("data",))
-
-
-def table(spread: Spread) -> tuple[AxisRule, ...]:
-    """The rows that apply to a spread."""
-    return TSP_TABLE if spread.tsp else TABLE
+    "heads": ("tensor",),
+    "width": ("tensor",),
+}
+FSDP_AXES = ("data",)  # of FSDP_DIM, which every matrix of a block has, and no table names
 
 
 def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
@@ -61,14 +48,14 @@ def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
 
 def specs_of(axes: Any, spread: Spread) -> Any:
     """A PartitionSpec for every array of a tree of logical axes."""
-    rules = {rule.logical: rule.axes for rule in table(spread)}
+    table = TSP_TABLE if spread.tsp else TABLE
 
     def spec(names):
         dims = []
         for name in names:
-            split = rules.get(name or "", ())
-            if spread.fsdp and name == FSDP.logical and is_matrix(names):
-                split = FSDP.axes
+            split = table.get(name, ())
+            if spread.fsdp and name == FSDP_DIM and is_matrix(names):
+                split = FSDP_AXES
             split = tuple(axis for axis in split if getattr(spread, axis) > 1)
             dims.append(split[0] if len(split) == 1 else split or None)
         return PartitionSpec(*dims) if any(dims) else PartitionSpec()

@@ -104,7 +104,7 @@ def estimate(case: StepCase) -> Footprint:
     if case.devices > 1:
         share, embedding4 = weights4 / case.devices, weights4 - local4
         # and received ones
-        to_owners = 8.0 * sum(way.sent / way.stages for way in case.early_buckets.values())
+        to_owners = 8.0 * sum(way.buffer_size for way in case.early_buckets.values())
         moments["sums"] = {
             "gradients": weights4 + left4,
             "exchange": share + embedding4 + to_owners,

@@ -102,7 +102,9 @@ def _exchange(case: StepCase) -> Iterator[Flow]:
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
         if way := case.early_buckets.get(name):
-            yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.stages)
+            yield Flow(
+                GRADIENTS, "all-to-all", 4.0 * way.stages * way.buffer_size, axes, way.stages
+            )
         else:
             scattered[axes] += kinds["reduce-scatter"] * cut
         yield Flow(UPDATES, "all-gather", kinds["all-gather"] * cut, axes, 1)

@@ -459,7 +459,7 @@ def _exchanged(case: StepCase) -> float:
     # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
     total = padded_copy_bytes(case)
     for way in case.early_buckets.values():
-        total += 4.0 * way.sent / way.stages * (8 if way.stages > 1 else 5)
+        total += 4.0 * way.buffer_size * (8 if way.stages > 1 else 5)
         # A layer's gradients are copied where padding goes behind them.
         if way.padded > way.matrices * math.prod(way.bucket.matrix):
             total += 8.0 * way.layers * way.padded

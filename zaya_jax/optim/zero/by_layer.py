@@ -86,14 +86,15 @@ class ByLayer:
 
     @property
     def stages(self) -> int:
-        """The number of all-to-alls to the owners."""
+        """The number of all-to-alls, one after another, that bring pieces to their owners."""
         sizes = self.bucket.grid.shape
         return len(sizes) + sum(owners.first_stage(size) > 1 for size in sizes)
 
     @property
-    def sent(self) -> int:
-        """Numbers that a device sends to owners, mostly zeros if there are many owners."""
-        return self.stages * self.bucket.num_replicas * self.per_pair * self.piece_size
+    def buffer_size(self) -> int:
+        """Numbers that a device sends to owners, once in each stage: mostly zeros if there are many
+        owners."""
+        return self.bucket.num_replicas * self.per_pair * self.piece_size
 
     @jax.named_scope("optimizer/exchange")
     def share_of_layer(self, gradient: jax.Array) -> jax.Array:
@@ -137,9 +138,8 @@ class ByLayer:
 
     def _collected(self, received: jax.Array, holders: np.ndarray) -> jax.Array:
         """The matrices [slots, a, b], put together from the pieces of all devices."""
-        bucket, axes = self.bucket, self.bucket.grid.names
-        start = owners.of_device(bucket.starts, axes)
-        count = owners.of_device(bucket.counts, axes)
+        bucket = self.bucket
+        start, count = bucket.owned_range()
         slot = np.arange(bucket.slots)
         first_piece = (start + slot) % self.matrices * self.per_matrix
         sources = jnp.asarray(holders)

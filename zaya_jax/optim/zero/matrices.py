@@ -208,9 +208,7 @@ class Matrices(Bucket):
         return self._merge_parts(x.reshape(self.matrix_shards, self.slots, *self.local_matrix))
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return self.leaves(self._from_owners(buckets[self.name]))
-
-    def _from_owners(self, x):
+        x = buckets[self.name]
         form, plan, dtype = self.form, self.plan, x.dtype
         assert plan is not None
         # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any
@@ -228,7 +226,7 @@ class Matrices(Bucket):
         x = x[: self.rows].reshape(self.count, -1)[:, : math.prod(self.local_matrix)]
         if dtype.itemsize == 2:
             x = lax.bitcast_convert_type(x, dtype)
-        return x.reshape(self.count, *self.local_matrix)
+        return self.leaves(x.reshape(self.count, *self.local_matrix))
 
     def after_sum(self, name: str, x: jax.Array) -> jax.Array:
         """The matrices that this device owns, from the summed parts [n, *part]."""
@@ -236,7 +234,7 @@ class Matrices(Bucket):
         if self.matrix_shards > 1:
             parts = lax.all_gather(x, self.form.matrix_axes)
         matrices = pad(self._merge_parts(parts), 0, self.count + self.slots)
-        start, count = self._first_and_number()
+        start, count = self.owned_range()
         owned = lax.dynamic_slice_in_dim(matrices, start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], owned, 0)
 
@@ -259,16 +257,13 @@ class Matrices(Bucket):
         return {self.name: (axes, target[: self.count])}
 
     def of_sum(self, x: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-        """The directions of all devices, from the sum of their contributions."""
-        return self.leaves(self.local_part(x).astype(dtype))
-
-    def local_part(self, x: jax.Array) -> jax.Array:
-        """A device's parts of all matrices, [n, *part], of [n, a, b]."""
+        """The directions of all devices, from the sum of their contributions [n, a, b]: of each
+        matrix this device's part."""
         x = x.reshape(-1, *self.form.dims)
         for dim, axes in self.form.matrix_dim_axes:
             size = x.shape[dim] // self.grid.size(axes)
             x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
-        return x
+        return self.leaves(x.astype(dtype))
 
     def leaves(self, x: jax.Array) -> dict[str, jax.Array]:
         """Parts of all matrices as parts of the weights."""
@@ -280,14 +275,14 @@ class Matrices(Bucket):
             return self.slots
         return owners.of_device(self.counts, self.grid.names)
 
-    def _first_and_number(self) -> tuple[jax.Array, jax.Array]:
-        """Of the matrices that this device owns."""
+    def owned_range(self) -> tuple[jax.Array, jax.Array]:
+        """The first of the matrices that this device owns, and how many there are."""
         axes = self.grid.names
         return owners.of_device(self.starts, axes), owners.of_device(self.counts, axes)
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
         by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
-        start, count = self._first_and_number()
+        start, count = self.owned_range()
         slot = np.arange(self.slots)
         matrix = jnp.where(slot < count, start + slot, -1)
         for w in self.weights:
