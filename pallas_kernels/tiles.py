@@ -14,7 +14,7 @@ says its FLOPs, and the bytes that it moves where these are not its operands and
 import functools
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,16 +24,14 @@ from jax.experimental.pallas import triton as backend
 
 from pallas_kernels import chip, table
 
-block = pl.BlockSpec
 program_id = pl.program_id
 slice_of = pl.ds
 when = pl.when
 # with `mask` and `other`, for tiles that reach over an array's end
 load, store = (backend.load, backend.store)
-atomic_add = backend.atomic_add
 # of a matrix' rows and columns; None: all are there
 Masks = tuple[jax.Array | None, jax.Array | None]
-WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
+WHOLE = pl.BlockSpec()  # of an operand or a result: the body indexes it by itself
 
 
 class Work(NamedTuple):
@@ -41,9 +39,8 @@ class Work(NamedTuple):
 
     flops: float = 0.0
     most: float | None = None  # where a caller may know better than `flops` (`loops.visiting`)
-    moved: tuple[float, float] | None = (
-        None  # bytes read and written; None: operands and results, each once
-    )
+    # bytes read and written; None: operands and results, each once
+    moved: tuple[float, float] | None = None
 
     @property
     def scope(self) -> str:
@@ -88,23 +85,20 @@ def call(
     warps: int = 4,
     stages: int = 1,
     aliases: Mapping[int, int] | None = None,
-    blocks: tuple[Sequence[Any], Any] | None = None,
 ) -> Any:
     """Runs `body` for each point of the grid, of at most three dims; see
     `jax.experimental.pallas.pallas_call`.
 
-    `aliases` are the operands whose place results take. A body indexes operands and results itself,
-    unless `blocks` cut them up.
+    A body is given operands and results whole, and indexes them itself. `aliases` are the operands
+    whose place results take.
     """
-    outs = WHOLE if hasattr(out_shapes, "shape") else [WHOLE] * len(out_shapes)
-    ins, outs = blocks or ([WHOLE] * len(arrays), outs)
     with jax.named_scope(work.scope):
         return pl.pallas_call(
             body,
             out_shape=out_shapes,
             grid=grid,
-            in_specs=list(ins),
-            out_specs=outs,
+            in_specs=[WHOLE] * len(arrays),
+            out_specs=jax.tree.map(lambda x: WHOLE, out_shapes),
             input_output_aliases=dict(aliases or {}),
             compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=chip.current().is_host,

@@ -123,10 +123,6 @@ def _block_of(x, index, size, axis):
     return None if x is None else lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
 
-def _scores(q_i, k_j, scale):
-    return jnp.einsum("bkgqc,bkjc->bkgqj", q_i, k_j, preferred_element_type=jnp.float32) * scale
-
-
 def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
     block_q, block_k, k_len = sides
     batch, num_kv, group, q_pad, channels = q.shape
@@ -150,7 +146,8 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
                 q_seg,
                 _block_of(k_segments, j, block_k, 1),
             )
-            scores = jnp.where(mask, _scores(q_i, k_j, scale), MASKED)
+            products = jnp.einsum("bkgqc,bkjc->bkgqj", q_i, k_j, preferred_element_type=jnp.float32)
+            scores = jnp.where(mask, products * scale, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)

@@ -306,14 +306,6 @@ class _Refs:
         """A vector [1, wide] along the last dim, from a place on."""
         return self.refs[name][(*index, tiles.slice_of(start, wide))][None]
 
-    def turns(self, tokens):
-        """cos and sin of the pairs of channels, [tokens, half] each."""
-        halves = (
-            self.columns("table", tokens, 0, n * self.shape.half, self.shape.half, tokens.real)
-            for n in (0, 1)
-        )
-        return tuple(halves)
-
 
 class _Tokens:
     """Tokens of a row that a program has, and which of their neighbours they know."""
@@ -402,9 +394,13 @@ def _norms(shape, blocks):
 
 
 def _turned(shape, refs, tokens, blocks, back=False):
+    """The blocks with their pairs of channels turned by the tokens' angles, or turned back."""
     if not shape.half:
         return blocks
-    cos, sin = refs.turns(tokens)
+    cos, sin = (
+        refs.columns("table", tokens, 0, start, shape.half, tokens.real)
+        for start in (0, shape.half)
+    )
     sin = -sin if back else sin
     first, second, *rest = blocks
     return [first * cos - second * sin, second * cos + first * sin, *rest]

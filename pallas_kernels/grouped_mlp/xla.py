@@ -18,12 +18,11 @@ BY_ROWS = lax.RaggedDotDimensionNumbers(
     lhs_ragged_dimensions=[0],
     rhs_group_dimensions=[0],
 )
-INTO_COLUMNS = (
-    lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, without a copy of it
-        dot_dimension_numbers=(((1,), (2,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
+# x times each group's transposed matrix, without a copy of it
+INTO_COLUMNS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
 )
 OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),

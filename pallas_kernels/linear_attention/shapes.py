@@ -45,17 +45,18 @@ class Shape(NamedTuple):
         cut."""
         return min(self.wide, 32)
 
-    def cut(self, kernel: str) -> "FilledTile":
-        tile = Tile.of(f"linear_{kernel}", self.channels, self.dtype)
-        heads = tile.heads_of(self.group)
-        queries = min(max(tile.rows // heads, 1), self.chunk)
-        return FilledTile(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))
+    def tile_of(self, kernel: str) -> "FilledTile":
+        """A kernel's tile, as this shape fills it."""
+        sizes = Tile.of(f"linear_{kernel}", self.channels, self.dtype)
+        heads = sizes.heads_of(self.group)
+        queries = min(max(sizes.rows // heads, 1), self.chunk)
+        return FilledTile(sizes, heads, self.group // heads, queries, min(sizes.keys, self.chunk))
 
 
 class FilledTile(NamedTuple):
-    """A kernel's tile as this shape fills it."""
+    """The part of a chunk that a program has at once."""
 
-    tile: Tile
+    sizes: Tile  # of the table
     heads: int  # of a group in one tile
     parts: int  # tiles that a group's heads are cut into
     queries: int

@@ -117,11 +117,11 @@ def _parts_bwd(chunk, saved, d):
 _parts.defvjp(_parts_fwd, _parts_bwd)
 
 
-def _call(shape: Shape, kernel, body, inputs, segments, grid, outs, flops, cut=None):
+def _call(shape: Shape, kernel, body, inputs, segments, grid, outs, flops, tile=None):
     """body(refs by name, results)."""
     if shape.segments:
         inputs = inputs | {"segments": segments}
-    tile = cut.tile if cut else Tile(0, 0)
+    sizes = tile.sizes if tile else Tile(0, 0)
 
     def run(*refs):
         body(dict(zip(inputs, refs, strict=False)), *refs[len(inputs) :])
@@ -133,8 +133,8 @@ def _call(shape: Shape, kernel, body, inputs, segments, grid, outs, flops, cut=N
         grid=grid,
         out_shapes=outs,
         work=tiles.Work(flops),
-        warps=tile.warps,
-        stages=tile.stages,
+        warps=sizes.warps,
+        stages=sizes.stages,
     )
 
 
@@ -149,18 +149,18 @@ def _entering(shape: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | Non
 def _states(shape: Shape, inputs, segments, of_keys):
     """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q
     d_denominator."""
-    cut = shape.cut("states")
+    tile = shape.tile_of("states")
     if of_keys:
-        cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, shape.chunk))
+        tile = tile._replace(heads=1, parts=1, queries=min(tile.sizes.rows, shape.chunk))
     columns = shape.wide if shape.wide <= 128 else 64  # of a program: more spill
     states = shape.batch * shape.num_kv, shape.chunks, shape.channels
     across = -(-shape.channels // columns)
-    rows = states[0] * shape.chunks * shape.chunk * cut.heads * cut.parts
+    rows = states[0] * shape.chunks * shape.chunk * tile.heads * tile.parts
     flops = 2.0 * rows * shape.wide * across * columns
     return _call(
         shape,
         "states",
-        functools.partial(_states_body, shape, cut, columns, of_keys),
+        functools.partial(_states_body, shape, tile, columns, of_keys),
         inputs,
         segments,
         (states[0], shape.chunks, across),
@@ -169,7 +169,7 @@ def _states(shape: Shape, inputs, segments, of_keys):
             jax.ShapeDtypeStruct(states, jnp.float32),
         ],
         flops,
-        cut,
+        tile,
     )
 
 
@@ -193,18 +193,18 @@ def _carried(shape: Shape, states, totals, segments, back):
 
 
 def _outputs(shape: Shape, q, k, v, segments, states):
-    cut = shape.cut("outputs")
+    tile = shape.tile_of("outputs")
     like = q.shape, shape.dtype if shape.whole else jnp.float32
     out, denominator = _call(
         shape,
         "outputs",
-        functools.partial(_outputs_body, shape, cut),
+        functools.partial(_outputs_body, shape, tile),
         _flat(q=q, k=k, v=v) | _named(states),
         segments,
-        _grid_of_queries(shape, cut),
+        _grid_of_queries(shape, tile),
         [_result(*like), _result(q.shape[:3], jnp.float32)],
-        _flops(shape, cut, 2),
-        cut,
+        _flops(shape, tile, 2),
+        tile,
     )
     return out.reshape(q.shape), denominator.reshape(q.shape[:3])
 
@@ -213,7 +213,7 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator;
     `raw` are the keys before their features are made."""
     q, k, v, d = (inputs[name] for name in ("q", "k", "v", "d"))
-    cut = shape.cut("d_queries")
+    tile = shape.tile_of("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
     if shape.whole:  # with these the other kernels need neither the output nor the denominator
         results["d_denominator"] = results["factor"] = _result(q.shape[:3], jnp.float32)
@@ -221,13 +221,13 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     arrays = _call(
         shape,
         "d_queries",
-        functools.partial(_d_queries_body, shape, cut),
+        functools.partial(_d_queries_body, shape, tile),
         _flat(**inputs) | _named(states),
         segments,
-        _grid_of_queries(shape, cut),
+        _grid_of_queries(shape, tile),
         list(results.values()),
-        _flops(shape, cut, 2),
-        cut,
+        _flops(shape, tile, 2),
+        tile,
     )
     arrays = dict(zip(results, arrays, strict=True))
     dq = arrays.pop("dq")
@@ -236,17 +236,17 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     if shape.chunks > 1:
         products, totals = _states(shape, operands, segments, of_keys=False)
         states = _carried(shape, products, totals, segments, back=True)
-    cut = shape.cut("d_keys")
+    tile = shape.tile_of("d_keys")
     dk, dv = _call(
         shape,
         "d_keys",
-        functools.partial(_d_keys_body, shape, cut),
+        functools.partial(_d_keys_body, shape, tile),
         operands | _flat(k=k, v=v, raw=raw) | _named(states),
         segments,
-        (shape.batch * shape.num_kv, -(-shape.length // cut.keys)),
+        (shape.batch * shape.num_kv, -(-shape.length // tile.keys)),
         [_result(x.shape, x.dtype) for x in (k, v)],
-        _flops(shape, cut, 4),
-        cut,
+        _flops(shape, tile, 4),
+        tile,
     )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
@@ -267,16 +267,16 @@ def _result(shape, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
 
 
-def _grid_of_queries(shape: Shape, cut: FilledTile) -> tuple[int, int]:
+def _grid_of_queries(shape: Shape, tile: FilledTile) -> tuple[int, int]:
     # Neighbours in the grid start together; those of one head ask for the same state.
-    return shape.batch * shape.num_kv * cut.parts, -(-shape.length // cut.queries)
+    return shape.batch * shape.num_kv * tile.parts, -(-shape.length // tile.queries)
 
 
-def _flops(shape: Shape, cut: FilledTile, products: int) -> float:
+def _flops(shape: Shape, tile: FilledTile, products: int) -> float:
     """Those of this many products of queries with a chunk's keys, on and below the diagonal, and
     half as many with a state."""
     rows = 2.0 * shape.batch * shape.heads * shape.chunks * shape.chunk * shape.wide
-    side = max(cut.queries, cut.keys)
+    side = max(tile.queries, tile.keys)
     of_keys = products * rows * (shape.chunk + side) / 2
     if shape.chunks == 1:
         return of_keys
@@ -309,11 +309,11 @@ def _features(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
 
 
-def _queries_of(shape: Shape, cut: FilledTile, batch, head, i) -> HeadRows:
+def _queries_of(shape: Shape, tile: FilledTile, batch, head, i) -> HeadRows:
     """Block i of queries, each with the heads of its tile, from this one on."""
-    n = tiles.steps(cut.rows)
-    tokens = i * cut.queries + lax.div(n, cut.heads)
-    return _rows(shape, batch, tokens, head + lax.rem(n, cut.heads), shape.heads)
+    n = tiles.steps(tile.rows)
+    tokens = i * tile.queries + lax.div(n, tile.heads)
+    return _rows(shape, batch, tokens, head + lax.rem(n, tile.heads), shape.heads)
 
 
 def _keys_of(shape: Shape, keys: int, batch, head, j) -> HeadRows:
@@ -352,22 +352,22 @@ def _sliced(shape: Shape, add, carry):
     )
 
 
-def _states_body(shape: Shape, cut: FilledTile, columns, of_keys, refs, states, totals):
+def _states_body(shape: Shape, tile: FilledTile, columns, of_keys, refs, states, totals):
     state, n, column = (tiles.program_id(i) for i in range(3))
     batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
     place = column * columns, columns
     document = _last(shape, refs, batch, n if of_keys else n - 1)
-    steps = shape.chunk // cut.queries
+    steps = shape.chunk // tile.queries
 
     def add(part, i, carry):
         products, total = carry
         block = n * steps + i
         if of_keys:
-            rows = _keys_of(shape, cut.queries, batch, kv_head, block)
+            rows = _keys_of(shape, tile.queries, batch, kv_head, block)
             x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
             products += tiles.dot(x, rows.load(refs["v"], place), transpose_x=True)
             return products, total + _wide(x).sum(0)
-        rows = _queries_of(shape, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
+        rows = _queries_of(shape, tile, batch, (kv_head * tile.parts + part) * tile.heads, block)
         x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
         if shape.whole:
@@ -375,7 +375,7 @@ def _states_body(shape: Shape, cut: FilledTile, columns, of_keys, refs, states, 
         return products + tiles.dot(x, rows.load(refs["d"], place), transpose_x=True), total
 
     carry = jnp.zeros((shape.wide, columns), jnp.float32), jnp.zeros(shape.wide, jnp.float32)
-    for part in range(cut.parts):
+    for part in range(tile.parts):
         carry = lax.fori_loop(0, steps, functools.partial(add, part), carry)
     products, total = carry
     rows, real_rows = tiles.within(jnp.int32(0), shape.wide, shape.channels)
@@ -428,15 +428,18 @@ def _carry_body(shape: Shape, size, back, refs, states, totals):
         run(refs["totals"], totals, jnp.int32(0), shape.wide)
 
 
-def _place_of_queries(shape: Shape, cut: FilledTile) -> tuple:
+def _place_of_queries(shape: Shape, tile: FilledTile) -> tuple:
     """State, batch, key-value head, rows, chunk, and the blocks of keys [lo, hi) of a program."""
     m, i = tiles.program_id(0), tiles.program_id(1)
-    state = lax.div(m, cut.parts)
+    state = lax.div(m, tile.parts)
     batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
-    head = (kv_head * cut.parts + lax.rem(m, cut.parts)) * cut.heads
-    n = lax.div(i * cut.queries, shape.chunk)
-    keys = n * (shape.chunk // cut.keys), lax.div((i + 1) * cut.queries + cut.keys - 1, cut.keys)
-    return state, batch, kv_head, _queries_of(shape, cut, batch, head, i), n, keys
+    head = (kv_head * tile.parts + lax.rem(m, tile.parts)) * tile.heads
+    n = lax.div(i * tile.queries, shape.chunk)
+    keys = (
+        n * (shape.chunk // tile.keys),
+        lax.div((i + 1) * tile.queries + tile.keys - 1, tile.keys),
+    )
+    return state, batch, kv_head, _queries_of(shape, tile, batch, head, i), n, keys
 
 
 def _seen(query, key, q_ids, k_ids):
@@ -469,10 +472,10 @@ def _slice_of_state(shape: Shape, refs, state, n, columns, by_row=True):
     return tiles.take(refs["states"], state, n, rows=places, columns=some, real=(real_places, real))
 
 
-def _outputs_body(shape: Shape, cut: FilledTile, refs, out, denominator):
-    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, cut)
+def _outputs_body(shape: Shape, tile: FilledTile, refs, out, denominator):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, tile)
     q_ids = rows.ids(refs.get("segments"))
-    carry = jnp.zeros((cut.rows, shape.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
+    carry = jnp.zeros((tile.rows, shape.wide), jnp.float32), jnp.zeros(tile.rows, jnp.float32)
     if shape.chunks > 1:
         document = _last(shape, refs, batch, n - 1)
 
@@ -487,7 +490,7 @@ def _outputs_body(shape: Shape, cut: FilledTile, refs, out, denominator):
 
     def step(j, carry):
         numerator, total = carry
-        keys = _keys_of(shape, cut.keys, batch, kv_head, j)
+        keys = _keys_of(shape, tile.keys, batch, kv_head, j)
         seen = _seen(
             _across(rows.tokens),
             _along(keys.tokens),
@@ -503,8 +506,8 @@ def _outputs_body(shape: Shape, cut: FilledTile, refs, out, denominator):
     rows.store(denominator, total)
 
 
-def _d_queries_body(shape: Shape, cut: FilledTile, refs, dq, *more):
-    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, cut)
+def _d_queries_body(shape: Shape, tile: FilledTile, refs, dq, *more):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, tile)
     q_ids, factor = rows.ids(refs.get("segments")), None
     if shape.whole:
         factor = 1 / rows.load(refs["denominator"], other=1)
@@ -513,7 +516,7 @@ def _d_queries_body(shape: Shape, cut: FilledTile, refs, dq, *more):
         rows.store(more[1], factor)
     else:
         d_total = rows.load(refs["d_denominator"])
-    dq_i = jnp.zeros((cut.rows, shape.wide), jnp.float32)
+    dq_i = jnp.zeros((tile.rows, shape.wide), jnp.float32)
     if shape.chunks > 1:
         document = _last(shape, refs, batch, n - 1)
 
@@ -528,7 +531,7 @@ def _d_queries_body(shape: Shape, cut: FilledTile, refs, dq, *more):
     d_i = rows.load(refs["d"])
 
     def step(j, dq_i):
-        keys = _keys_of(shape, cut.keys, batch, kv_head, j)
+        keys = _keys_of(shape, tile.keys, batch, kv_head, j)
         seen = _seen(
             _across(rows.tokens),
             _along(keys.tokens),
@@ -547,12 +550,12 @@ def _d_queries_body(shape: Shape, cut: FilledTile, refs, dq, *more):
     rows.store(dq, dq_i)
 
 
-def _d_keys_body(shape: Shape, cut: FilledTile, refs, dk, dv):
+def _d_keys_body(shape: Shape, tile: FilledTile, refs, dk, dv):
     state, j = tiles.program_id(0), tiles.program_id(1)
     batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
-    keys, n = _keys_of(shape, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, shape.chunk)
+    keys, n = _keys_of(shape, tile.keys, batch, kv_head, j), lax.div(j * tile.keys, shape.chunk)
     k_ids = keys.ids(refs.get("segments"))
-    zero = jnp.zeros((cut.keys, shape.wide), jnp.float32)
+    zero = jnp.zeros((tile.keys, shape.wide), jnp.float32)
     carry = zero, zero
     if shape.chunks > 1:
         document = _last(shape, refs, batch, n)
@@ -571,7 +574,7 @@ def _d_keys_body(shape: Shape, cut: FilledTile, refs, dk, dv):
 
     def step(part, i, carry):
         dk_j, dv_j = carry
-        rows = _queries_of(shape, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
+        rows = _queries_of(shape, tile, batch, (kv_head * tile.parts + part) * tile.heads, i)
         q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(shape, rows, refs)
         seen = _seen(
             _along(rows.tokens),
@@ -587,8 +590,8 @@ def _d_keys_body(shape: Shape, cut: FilledTile, refs, dk, dv):
             dv_j + tiles.dot(tiles.narrow(weights, shape.dtype), d_i),
         )
 
-    first, end = lax.div(j * cut.keys, cut.queries), (n + 1) * (shape.chunk // cut.queries)
-    for part in range(cut.parts):
+    first, end = lax.div(j * tile.keys, tile.queries), (n + 1) * (shape.chunk // tile.queries)
+    for part in range(tile.parts):
         carry = lax.fori_loop(first, end, functools.partial(step, part), carry)
     dk_j, dv_j = carry
     if shape.whole:

@@ -66,28 +66,24 @@ MOST = {"mi300x": 512, "h200": 255}  # registers of a thread
 def product(x, y, *, tile, warps=4):
     """x y, in tiles of so many rows and columns."""
 
+    rows, inner, columns = len(x), len(y), y.shape[1]
+
     def body(x, y, out):
+        down, across = (tiles.slice_of(tiles.program_id(dim) * tile, tile) for dim in (0, 1))
+
         def add(i, total):
             part = tiles.slice_of(i * 64, 64)
-            return total + tiles.dot(x[:, part], y[part, :])
+            return total + tiles.dot(x[down, part], y[part, across])
 
-        zero = jnp.zeros(out.shape, jnp.float32)
-        out[...] = jax.lax.fori_loop(0, x.shape[1] // 64, add, zero).astype(out.dtype)
+        zero = jnp.zeros((tile, tile), jnp.float32)
+        out[down, across] = jax.lax.fori_loop(0, inner // 64, add, zero).astype(out.dtype)
 
-    rows, inner, columns = len(x), len(y), y.shape[1]
     return tiles.call(
         body,
         x,
         y,
         name=f"product_{tile}",
         grid=(rows // tile, columns // tile),
-        blocks=(
-            (
-                tiles.block((tile, inner), lambda i, j: (i, 0)),
-                tiles.block((inner, tile), lambda i, j: (0, j)),
-            ),
-            tiles.block((tile, tile), lambda i, j: (i, j)),
-        ),
         out_shapes=jax.ShapeDtypeStruct((rows, columns), x.dtype),
         work=tiles.Work(2 * rows * inner * columns),
         warps=warps,
