@@ -43,10 +43,10 @@ def wide(channels: int) -> int:
 
 
 class HeadRows:
-    """Access to these tokens' rows, of this head or these heads, in arrays of [B, tokens times
-    heads, C], or without C.
+    """A program's access to its rows in arrays of [B, tokens times heads, C], or without C: these
+    tokens, of this head, or each of the head beside it in `head`.
 
-    `real` says which tokens there are; None: all of them.
+    `real` says which of the tokens exist; None: all of them.
     """
 
     def __init__(self, batch, tokens, head, num_heads: int, channels: int, real: jax.Array | None):
@@ -69,7 +69,7 @@ class HeadRows:
         )
 
     def at_columns(self, columns=None) -> tuple[jax.Array, jax.Array | None]:
-        """The places of these channels, and which of them there are."""
+        """The places of these channels, and which of them exist."""
         start, size = (jnp.int32(0), wide(self.channels)) if columns is None else columns
         return tiles.within(start, size, self.channels)
 

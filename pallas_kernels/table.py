@@ -130,11 +130,14 @@ def read_measured(kind: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def write_measured(kind: str, found: dict[str, Any]) -> None:
-    """Writes what `tune` found, whole; what other kinds of cards have stays."""
+    """Writes what `tune` found, all of it or nothing; what other kinds of cards have stays."""
     path, entries = measured_file(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         entries = dict(json.loads(path.read_text(encoding="utf-8")))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(entries | {kind: found}, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(entries | {kind: found}, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import chip, table, tiles
 
 
 @pytest.mark.parametrize("kind", ["gfx942", "gfx950", "NVIDIA H200"])
@@ -67,3 +67,12 @@ def test_powers_of_two_are_one_instruction_of_the_chips_where_it_needs_no_care(k
         program = jax.make_jaxpr(lambda x, y: tiles.exp2(x, 1.5, y))(x, less)
     assert ("exp2" in str(program)) == (kind == "gfx1100")
     assert ("0f3fc00000" in str(program)) == (kind == "NVIDIA H200")
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = table.measured_file()
+    file.mkdir(parents=True)  # a folder, which no file can replace
+    with pytest.raises(IsADirectoryError):
+        table.write_measured("NVIDIA B200", {"kernels": [], "tiles": {}})
+    assert list(file.parent.iterdir()) == [file]

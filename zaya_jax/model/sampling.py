@@ -23,10 +23,10 @@ from zaya_jax.config import UserError, shown
 class Sampling:
     """The tokens that may be drawn; the default always takes the likeliest.
 
-    `top_k` keeps that many of the likeliest tokens (0: all). `top_p` keeps the fewest of those
-    whose probabilities sum to at least that. `min_p` keeps tokens whose probability is at least
-    that fraction of the likeliest token's. Tokens of equal
-    probability are kept or dropped together.
+    `top_k` keeps that many of the likeliest tokens (0: all). Of those, `top_p` keeps as few of the
+    likeliest as have together at least that share of their probability. `min_p` keeps tokens whose
+    probability is at least that fraction of the likeliest token's. Tokens of equal probability are
+    kept or dropped together.
     """
 
     temperature: float = 0.0

@@ -397,7 +397,7 @@ def scores(
     precision: Precision,
 ) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
     """Each target's log-probability, and whether it is the likeliest, with the logits of a chunk of
-    tokens at a time. Those of a target below 0 mean nothing."""
+    tokens at a time. For a target below 0 neither means anything."""
     chunk = max(chunk_rows(len(targets), model.vocab_size), 1)
     pad = -len(targets) % chunk
 

@@ -134,8 +134,8 @@ class Optimizer:
         return self._step(grads, state, params, lr, lambda weights, updates: (updates, {}))
 
     def _step(self, grads, state, params, lr, result_of):
-        """(the result, the new state): result_of(weights, updates to add to them) → (the result,
-        `OptimizerState.weights`). Of copied weights both are the owners'."""
+        """(the result, the new state), by result_of(weights, updates to add to them) → (the result,
+        `OptimizerState.weights`). Where devices hold copies, weights and updates are the owner's."""
         layout, always = self.layout, self.skip_update == "never"
         shares = layout.reduce_gradients(grads)
         squares = layout.sum_squares(unfused_on_cpus(shares))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 DECAY = 0.99  # of the running mean and variance: about the last 100 steps
 WARMUP_STEPS = 30  # steps before anything counts as a spike
-MIN_DEVIATION = 0.05  # share of the mean, so that after very steady norms not each step is a spike
+MIN_DEVIATION = 0.05  # share of the mean, so that after very steady norms not every step is one
 
 
 class SkipState(NamedTuple):
