@@ -20,7 +20,7 @@ from pallas_kernels import tiles
 from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.cca_mix import mix
 from pallas_kernels.grouped_mlp import hold, stacked_mlp, takes_unsorted_rows
-from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert
+from pallas_kernels.grouped_mlp.tokens import own_expert_mlp, sort_by_expert
 from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
 from pallas_kernels.rotary import rope_table
@@ -187,7 +187,7 @@ def _tokens(size: Size) -> tuple[RandomInput, ...]:
 
 
 def _own_expert(dtype):
-    return lambda x, choice, *weights: of_own_expert(x.astype(dtype), choice, *weights)
+    return lambda x, choice, *weights: own_expert_mlp(x.astype(dtype), choice, *weights)
 
 
 def _stream(size: Size) -> tuple[RandomInput, ...]:
@@ -353,7 +353,7 @@ def mlp_in_stacks(
         return out, d_x, tuple(map(jax.freeze, refs))
 
     out, pull = jax.vjp(
-        lambda x, *own: of_own_expert(x, choice, *own), x, *(w[-1] for w in weights)
+        lambda x, *own: own_expert_mlp(x, choice, *own), x, *(w[-1] for w in weights)
     )
     d_x, *of_weights = pull(cotangent(out))
     added = (s.at[-1].add(d) for s, d in zip(sums, of_weights, strict=True))

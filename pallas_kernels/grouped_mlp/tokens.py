@@ -40,7 +40,7 @@ permute.defvjp(
 )
 
 
-def of_own_expert(
+def own_expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
     gate_up: Float[Array, "E D 2 F"],

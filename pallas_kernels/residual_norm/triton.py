@@ -292,8 +292,7 @@ def _backward(
     d_x: tuple[jax.Array, ...] = (),
     joined: Any = None,
 ) -> _Gradients:
-    """Gradients of a stream's operations: a join with `joined` (y, how, gate), then a norm (scale,
-    eps).
+    """Gradients of a stream's join with `joined` (y, how, gate), and then its norm (scale, eps).
 
     `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
     """
@@ -312,31 +311,32 @@ def _backward(
         top = _Block(tile, first)
         vectors = [name for name in (*Joining._fields, "scale") if name in ins]
         vector = {name: top.vector(ins[name]) for name in vectors}
-        parts = [vector[name] for name in Joining._fields] if how is not None else []
+        joining = [vector[name] for name in Joining._fields if name in vector]
 
         def step(i, sums):
             block, sums = _Block(tile, first + i * tile.tall), dict(zip(names, sums, strict=True))
-            d, after = block.take(ins["d_h"]), block.take(ins["h"])
+            d, stream = block.take(ins["d_h"]), block.take(ins["h"])
+            after = stream
 
             def add(name, x):
                 sums[name] += x.sum(0, keepdims=True)
 
             if how is not None:
-                h, branch = after, block.take(ins["y"])
+                branch = block.take(ins["y"])
                 factor = None if gate is None else block.take_each(ins["gate"])
                 y = branch if gate is None else branch * factor
-                after = _joined(y, h, parts)
+                after = _joined(y, stream, joining)
             if scale is not None:
                 r = _inverse_rms(after, tile.columns, eps)
                 x = after * r
-                d_x = sum(block.take(ins[name]) for name in inputs if name.startswith("d_x"))
-                add("scale", d_x * x)
-                d_x = d_x * vector["scale"]
-                d += r * (d_x - x * ((d_x * x).sum(1, keepdims=True) / tile.columns))
+                of_norm = sum(block.take(ins[f"d_x{number}"]) for number in range(len(d_x)))
+                add("scale", of_norm * x)
+                of_norm = of_norm * vector["scale"]
+                d += r * (of_norm - x * ((of_norm * x).sum(1, keepdims=True) / tile.columns))
             if how is not None:
                 add("total", d)
                 add("by_y", d * y)
-                add("by_h", d * h)
+                add("by_h", d * stream)
                 d_y = d * vector["y_scale"]
                 if gate is not None:
                     block.give_each(outs["gate"], (d_y * branch).sum(1, keepdims=True))

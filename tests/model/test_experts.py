@@ -25,7 +25,7 @@ def test_weight_gradients_are_float32_of_bfloat16_rows():
 
     @jax.jit
     def run(*args):
-        y, pull = jax.vjp(lambda *args: experts.of_own_expert(args[0], choice, *args[1:]), *args)
+        y, pull = jax.vjp(lambda *args: experts.own_expert_mlp(args[0], choice, *args[1:]), *args)
         return y, *pull(jnp.ones_like(y))
 
     y, dx, *d_weights = run(x, gate_up, down)

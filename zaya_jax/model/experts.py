@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_mlp import layer_mlp, stacked_mlp, takes_unsorted_rows
-from pallas_kernels.grouped_mlp.tokens import of_own_expert, sort_by_expert, through_groups
+from pallas_kernels.grouped_mlp.tokens import own_expert_mlp, sort_by_expert, through_groups
 
 
 def expert_mlp(
@@ -25,7 +25,7 @@ def expert_mlp(
     dtype,
 ) -> Float[Array, "N D"]:
     """SwiGLU of each token's chosen expert in `dtype`; zero for tokens of the skip class."""
-    return of_own_expert(x.astype(dtype), choice, gate_up, down)
+    return own_expert_mlp(x.astype(dtype), choice, gate_up, down)
 
 
 def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -> Float[Array, "N"]:

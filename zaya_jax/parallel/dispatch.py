@@ -43,7 +43,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_mlp import PRODUCTS
-from pallas_kernels.grouped_mlp.tokens import of_own_expert, through_groups
+from pallas_kernels.grouped_mlp.tokens import own_expert_mlp, through_groups
 from pallas_kernels.loops import turning
 from zaya_jax.parallel.spread import Spread
 
@@ -95,7 +95,7 @@ def _exchanged_fwd(rows, gate_up, down, counts, axes):
     rounds = Rounds(counts, rows.shape[0], axes)
 
     def finish(received, y, r):
-        out = of_own_expert(received, rounds.local_experts(r), gate_up, down)
+        out = own_expert_mlp(received, rounds.local_experts(r), gate_up, down)
         return rounds.bring_back(out, y, r)
 
     received = checkpoint_name(rounds.send(rows, 0), PRODUCTS)
@@ -111,7 +111,7 @@ def _exchanged_bwd(axes, saved, dy):
 
     def gradients(received, d_rows, r):
         experts = rounds.local_experts(r)
-        _, pull = jax.vjp(lambda x, *w: of_own_expert(x, experts, *w), received, gate_up, down)
+        _, pull = jax.vjp(lambda x, *w: own_expert_mlp(x, experts, *w), received, gate_up, down)
         d_received, *d_weights = pull(rounds.send(dy, r))
         return rounds.bring_back(d_received, d_rows, r), *d_weights
 
