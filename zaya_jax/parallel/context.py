@@ -198,8 +198,9 @@ def attention_over_chunks(
     """
     q, kv = chunks.join(q), chunks.join(jnp.concatenate([k, v], axis=-1))
     if chunks.ring:
-        segments, meet, axes, parts = chunks.segments, chunks.meet, chunks.axes, chunks.parts
-        out = ring.ring_attention(q, kv, segments, meet, window, axes, parts, scale, windows)
+        out = ring.ring_attention(
+            q, kv, chunks.segments, chunks.meet, window, chunks.axes, chunks.parts, scale, windows
+        )
         return chunks.split(out)
     outs = []
     kv, segments = gather(kv, chunks.axes), chunks.segments
