@@ -150,9 +150,9 @@ def stacked_mlp(
     needs in the layer's place. Neither weights nor their gradients nor this are copied.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place,
-    or adds them; that the caller must ignore the weights' own gradients, which are zero. With
-    `shares` it writes their results. The gradient of `kept` is the last layer's `kept` itself
-    (`hold`): so the backward pass has it without a copy of each layer's.
+    or adds them. The weights' own gradients are zero: the caller takes those in `sums`. With
+    `shares` it writes the results of these functions. What was kept comes back as the gradient of
+    `kept` (`hold`), without a copy of each layer's.
     """
     matrices = _matrices(gate_up, down)
     out, _ = triton.routed_forward(x, order, sizes, matrices, down, layer, keep=False)
@@ -200,7 +200,9 @@ stacked_mlp.defvjp(_stacked_mlp_fwd, _stacked_mlp_bwd)
 
 @jax.custom_vjp
 def hold(x: Array, kept: Array) -> Array:
-    """x; the gradient of `kept` is `kept` itself, for `stacked_mlp`."""
+    """x, after the last layer. As the gradient of `kept` it gives `kept` itself: so the stack that
+    the layers filled goes back through them in a gradient's place, and the backward pass of each
+    `stacked_mlp` finds its layer's part there."""
     return x
 
 

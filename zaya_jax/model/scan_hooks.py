@@ -35,7 +35,8 @@ class ScanHooks:
     """How a scan over layers differs from a plain one; by default it does not.
 
     `experts` gives, for a layer's number and the list `kept`, the `expert_mlp` that uses that
-    layer's weights and ignores its arguments'; it replaces the list's stack, unless that is None.
+    layer's weights and ignores its arguments'. The list has one item: a stack, which the call
+    replaces by the filled one, or None.
     `slots` are zeros by the weight's path in a layer, stacked over layers: `shares` of a layer's
     gradient is the slot's gradient, and the weight has no gradient.
     `beside` are arrays by path: "cca/q/kernel/a" and "../b", "experts/down/scale".
