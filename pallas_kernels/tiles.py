@@ -38,7 +38,8 @@ class Work(NamedTuple):
     """A kernel's FLOPs and bytes, for readers of the compiled program."""
 
     flops: float = 0.0
-    most: float | None = None  # where a caller may know better than `flops` (`loops.visiting`)
+    # FLOPs at most, where a caller may know better than `flops` (`loops.expected_share`)
+    most: float | None = None
     # bytes read and written; None: operands and results, each once
     moved: tuple[float, float] | None = None
 

@@ -134,7 +134,7 @@ def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
 
 def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
     """The share of all pairs of blocks that is computed, the mean over queries that begin at these
-    starts, and over layers with these windows: for `loops.visiting`."""
+    starts, and over layers with these windows: for `loops.expected_share`."""
     return chip.choose(IMPLEMENTATIONS).visited(q_len, k_len, starts, windows)
 
 

@@ -240,7 +240,7 @@ class _Masks:
         self.shape, self.batch = shape, batch
         self.window = refs.pop(0)[0] if shape.window else NO_WINDOW
         self.offset = refs.pop(0)[0] if shape.offset else 0
-        self.q_ids = self.k_ids = None
+        self.q_ids = self.k_ids = self.q_ranges = self.k_ranges = None
         if shape.segments:
             self.q_ids, self.k_ids, *ranges = refs
             self.q_ranges, self.k_ranges = ranges[:3], ranges[3:]
@@ -257,7 +257,7 @@ class _Masks:
         hi = lax.div(jnp.clip(last + 1, 0, shape.k_len) + shape.keys - 1, shape.keys)
         hi = jnp.where(oldest < shape.k_len, hi, lo)
         end = lax.div(jnp.clip(first + 1, 0, shape.k_len), shape.keys)
-        return self._by_segments(lo, hi, start, end, "q", i)
+        return self._by_segments(lo, hi, start, end, i, self.q_ranges, self.k_ranges)
 
     def met_by_keys(self, j) -> Met:
         """Blocks of queries [lo, hi) that block j of keys meets, and of these [start, end) that see
@@ -273,13 +273,12 @@ class _Masks:
         )
         hi = jnp.where(earliest < shape.q_len, hi, lo)
         end = lax.div(jnp.clip(self.window + first, 0, shape.q_len), shape.queries)
-        return self._by_segments(lo, hi, start, end, "k", j)
+        return self._by_segments(lo, hi, start, end, j, self.k_ranges, self.q_ranges)
 
-    def _by_segments(self, lo, hi, start, end, side, index) -> Met:
+    def _by_segments(self, lo, hi, start, end, index, ranges, other_ranges) -> Met:
+        """Of these blocks, those that may share a document with block `index`, and those of them
+        that are of its one document; `ranges` are of its own side (`ranges_of`)."""
         if self.shape.segments:
-            ranges, other_ranges = self.q_ranges, self.k_ranges
-            if side == "k":
-                ranges, other_ranges = other_ranges, ranges
             least, greatest, padded = (x[self.batch, index] for x in ranges)
             num = other_ranges[0].shape[1]
             blocks = tiles.steps(num)

@@ -14,7 +14,7 @@ from jax import lax
 from numpy import typing as npt
 
 from pallas_kernels.attention.reference import MASKED, mask_of
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 
 
 def forward(
@@ -98,7 +98,7 @@ def visited(
     block: int | None = None,
 ) -> float:
     """The share of all pairs of blocks that is computed, the mean over queries that begin at these
-    starts, and over layers with these windows: for `loops.visiting`."""
+    starts, and over layers with these windows: for `loops.expected_share`."""
     block = block or default_block(max(q_len, k_len))
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
     num_k, found = -(-k_len // block_k), []
@@ -167,7 +167,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
             jnp.zeros(row),
         )
         bounds = key_blocks(i, window, offset, block_q, block_k, num_k)
-        with turning((num_k + 1) / 2, of=num_k):  # of a whole causal sequence
+        with expected_turns((num_k + 1) / 2, of=num_k):  # of a whole causal sequence
             acc, top, total = lax.fori_loop(*bounds, step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -226,7 +226,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
-        with turning((num_q + 1) / 2, of=num_q):
+        with expected_turns((num_q + 1) / 2, of=num_q):
             dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_mlp.xla import swiglu
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 from pallas_kernels.products.cpu import strip_of, sum_rows
 
 # Products of fewer rows take weights out of their stack in strips: XLA's copies then stay in a
@@ -89,7 +89,7 @@ def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
         out = _rest(block, sides, starts[e], sizes[e], lambda out: out, out)
         return _whole_blocks(block, sides, starts[e], sizes[e], out)
 
-    with turning(min(num_rows, num_groups), num_groups):
+    with expected_turns(min(num_rows, num_groups), num_groups):
         out = lax.fori_loop(0, (sizes > 0).sum(), expert, jnp.zeros_like(rows))
     real = jnp.arange(num_rows)[:, None] < sizes.sum()
     return jnp.where(real, out[:num_rows], 0)

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 from zaya_jax import config as config_lib
 from zaya_jax.compiled import buffers, hlo, launches, measure
 from zaya_jax.hardware import chips
@@ -79,7 +79,7 @@ def test_a_loop_says_its_length_or_is_reported():
     )
 
     def f(x, n):
-        with turning(2.5):
+        with expected_turns(2.5):
             return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) @ x, x)
 
     program = launches.read_program(jax.jit(f).lower(jnp.ones((4, 4)), 3).compile())

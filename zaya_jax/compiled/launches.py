@@ -7,7 +7,7 @@ of each.
 
 A kernel is an instruction of the entry computation, or of a loop's body or condition, that
 computes: no tuple, parameter or bitcast. It runs as often as the loops around it turn. Where the
-compiler does not know how often that is, the scope says so (`turning` and `visiting` in
+compiler does not know how often that is, the scope says so (`expected_turns` and `expected_share` in
 `pallas_kernels.loops`). `unknown` counts the loops without any such number; each counts as one
 turn.
 

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, UInt32
 
 from pallas_kernels import chip
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model import cca, dense, zaya
 from zaya_jax.model.experts import read_in_place
@@ -441,7 +441,7 @@ def _next_tokens(arguments, cache, model, precision, devices, variant):
 
         tokens = jnp.zeros((len(rows.token), TOKENS_PER_CALL), jnp.int32)
         state = jnp.int32(0), done, rows.token, rows.column, tokens, cache
-        with turning(TOKENS_PER_CALL):
+        with expected_turns(TOKENS_PER_CALL):
             i, _, token, column, tokens, cache = jax.lax.while_loop(unfinished, step, state)
         return (tokens, Carry(token, column, rows.padding, rows.number + i)), cache
 

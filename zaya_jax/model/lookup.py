@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 
 MAX_WORD_SHARE = 0.05  # of a text's most frequent word
 
@@ -59,7 +59,7 @@ def sum_by_index(x: Float[Array, "N D"], index: Int[Array, "N"], num: int) -> Fl
         reach, x = carry
         return 2 * reach, x + jnp.where((rank >= reach)[:, None], jnp.roll(x, reach, axis=0), 0)
 
-    with turning(math.ceil(math.log2(max(MAX_WORD_SHARE * index.size, 1)))):
+    with expected_turns(math.ceil(math.log2(max(MAX_WORD_SHARE * index.size, 1)))):
         _, x = lax.while_loop(lambda carry: carry[0] < longest, add, (jnp.int32(1), x))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
     # A run's last row is written; the others go to distinct places after the table, where they are

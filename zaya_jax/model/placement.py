@@ -42,7 +42,7 @@ from pallas_kernels.linear_attention import (
     linear_attention,
     prompt_state,
 )
-from pallas_kernels.loops import visiting
+from pallas_kernels.loops import expected_share
 from zaya_jax.config import Model
 from zaya_jax.model import quantized
 from zaya_jax.model.cache import WHOLE_CACHE, CacheLayout, LayerSlice
@@ -251,7 +251,7 @@ class Placement:
 
     def _softmax(self, q, k, v):
         scale = softmax_scale(q.shape[-1])
-        with visiting(visited(q.shape[1], k.shape[1], (0,), self.windows)):
+        with expected_share(visited(q.shape[1], k.shape[1], (0,), self.windows)):
             return attention(q, k, v, self.visible, self.visible, self.window, scale=scale)[0], None
 
     def _linear(self, q, k, v):

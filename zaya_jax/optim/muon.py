@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 from pallas_kernels.newton_schulz import orthogonalize
 
 Polynomials = tuple[tuple[float, float, float], ...]  # (a, b, c) of each step of the iteration
@@ -94,7 +94,7 @@ def orthogonalize_in_use(
             result, orthogonalize(part, polynomials, dtype), start, 0
         )
 
-    with turning(-(-len(x) // at_once)):  # on the device that owns most
+    with expected_turns(-(-len(x) // at_once)):  # on the device that owns most
         return jax.lax.fori_loop(0, -(-in_use // at_once), iteration, jnp.zeros(x.shape, dtype))
 
 

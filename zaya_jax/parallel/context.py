@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, softmax_scale, visited
-from pallas_kernels.loops import visiting
+from pallas_kernels.loops import expected_share
 from zaya_jax.model.placement import Placement, PrecedingTokens, Weights, Windows
 from zaya_jax.parallel import ring
 from zaya_jax.parallel.linear import lasp2
@@ -241,5 +241,5 @@ def early_and_late(
             k_segments = segments[:, :seen]
         k, v = jnp.split(kv[:, :seen], 2, axis=-1)
         q, *others = (x[:, half * chunk : (half + 1) * chunk] for x in local)
-        cost = visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
+        cost = expected_share(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
         yield Half(cost, (q, k, v, *others), (q_segments, k_segments, window, start))

@@ -44,7 +44,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.grouped_mlp.tokens import own_expert_mlp, through_groups
-from pallas_kernels.loops import turning
+from pallas_kernels.loops import expected_turns
 from zaya_jax.parallel.spread import Spread
 
 # Slots of a round per row of an even load; above 1, because otherwise any unevenness would take a
@@ -151,7 +151,7 @@ class Rounds:
         takes a second one."""
         if most_rounds(self.num_rows, self.devices) == 1:
             return carry
-        with turning(0):  # with an even load
+        with expected_turns(0):  # with an even load
             return lax.fori_loop(1, self.needed, body, carry)
 
     @jax.named_scope("exchange")

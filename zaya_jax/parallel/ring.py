@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients, visited
-from pallas_kernels.loops import turning, visiting
+from pallas_kernels.loops import expected_share, expected_turns
 from zaya_jax.model.placement import Windows
 
 # The pairs of halves (of the device's queries, of the visiting keys) that a step may need; an early
@@ -189,10 +189,10 @@ class _Ring:
                 masks["q_segments"] = lax.dynamic_slice_in_dim(self.segments, q_start, chunk, 1)
                 masks["k_segments"] = lax.dynamic_slice_in_dim(self.segments, k_start, chunk, 1)
             k_j, v_j = jnp.split(_take(kv, j, chunk), 2, axis=-1)
-            with visiting(share):
+            with expected_share(share):
                 return pair(carry, _take(self.q, i, chunk), k_j, v_j, (i, j), masks)
 
-        with turning(pairs):
+        with expected_turns(pairs):
             return lax.fori_loop(0, needed.sum(), next_pair, carry)
 
 
