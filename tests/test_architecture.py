@@ -29,7 +29,7 @@ BUDGET = {
     "zaya_jax/hardware": 605,
     "zaya_jax/model": 1_650,
     "zaya_jax/optim": 1_460,
-    "zaya_jax/parallel": 1_040,
+    "zaya_jax/parallel": 1_036,
     "zaya_jax/plan": 900,
     "zaya_jax/pytorch": 1_210,
     "zaya_jax/report": 1_335,
