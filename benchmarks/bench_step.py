@@ -139,7 +139,7 @@ def serve(folder: str, on: str, rate: str) -> None:
     keep_memory()
     import jax
 
-    from benchmarks import torch_parity
+    from benchmarks import one_device
     from zaya_jax.pytorch import hf
     from zaya_jax.training import kernels
     from zaya_jax.training import step as steps
@@ -159,7 +159,7 @@ def serve(folder: str, on: str, rate: str) -> None:
             }
         )
         kernels.choose_tiles(settings, device)
-        return torch_parity.start(settings, folder)
+        return one_device.start(settings, folder)
 
     programs = {dtype: program(dtype) for dtype in DTYPES[on]}
     count = 0
@@ -168,7 +168,7 @@ def serve(folder: str, on: str, rate: str) -> None:
         step, state, mesh = programs[dtype]
         begun = time.perf_counter()
         for _ in range(int(number)):
-            given = steps.put_batch(mesh, torch_parity.batch_of(batches[count % len(batches)]), 1)
+            given = steps.put_batch(mesh, one_device.batch_of(batches[count % len(batches)]), 1)
             state, figures = step(state, given, np.float32(rate))
             count += 1
         loss = float(jax.block_until_ready(figures)["loss"])

@@ -31,14 +31,13 @@ from matplotlib import pyplot as plt
 
 import zaya_jax as zj
 from benchmarks import bench_step
+from benchmarks.one_device import batch_of, start
 from tools.rehearse import corpus
 from zaya_jax.config import Balance, Config, Data, Optim, Precision, Run
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
-from zaya_jax.optim import balance, chain
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.pytorch import any_model, hf, hf_names
-from zaya_jax.training import state as states
+from zaya_jax.optim import chain
+from zaya_jax.pytorch import hf, hf_names
 from zaya_jax.training import step as steps
 
 LR, DECAY, B1, B2, EPS = 1e-3, 0.1, 0.9, 0.95, 1e-8
@@ -164,31 +163,6 @@ def our_losses(
         state, figures = step(state, batch, np.float32(lr))
         losses.append(float(figures["loss"]))
     return losses
-
-
-def start(settings: Config, case: str | Path) -> tuple[Callable, Any, Any]:
-    """The training step, the state with the case's weights, and the mesh, of one device."""
-    params, bias = any_model.find(case).load_weights()
-    mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
-    setup = states.set_up(settings, mesh)
-    state = states.init(settings, setup)
-    begin = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
-    given = {"params": params, "balance": begin._replace(bias=bias)}
-    given = jax.tree.map(np.array, given)
-    state |= jax.device_put(given, {name: setup.shardings[name] for name in given})
-    return steps.make_train_step(settings, setup), state, mesh
-
-
-def batch_of(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """A batch of whole sequences [B, S], each token's target the next, as PyTorch shifts labels."""
-    places = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
-    return {
-        "tokens": ids.astype(np.int32),
-        "targets": np.roll(ids, -1, axis=1).astype(np.int32),
-        "segment_ids": np.ones_like(places),
-        "positions": places,
-        "loss_mask": (places < ids.shape[1] - 1).astype(np.float32),
-    }
 
 
 def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
