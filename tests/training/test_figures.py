@@ -92,6 +92,12 @@ def reports(monkeypatch):
     return places, laps
 
 
+def test_a_line_counts_the_damage_that_other_processes_read():
+    now = {"loss": 1.0, "lr": 1e-3, "step_seconds": 0.1, "tokens_per_second": 9.0}
+    assert "damaged" not in figures.describe(5, 9, now | {"data/corrupt": 0}, 1.0)
+    assert " | damaged 3 | eta 1s" in figures.describe(5, 9, now | {"data/corrupt": 3}, 1.0)
+
+
 def test_a_run_says_each_place_that_it_comes_to(reports, tmp_path, capsys):
     keys = {"eval__every": 2, "checkpoint__every_steps": 3, "run__num_steps": 6}
     corpus = tiny_runs.write_corpus(tmp_path / "text")

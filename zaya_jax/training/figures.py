@@ -291,6 +291,9 @@ def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:
         parts.append(f"load {float(np.mean(figures['load_entropy'])):.3f}")
     if "eval/loss" in figures:
         parts.append(f"held-out {figures['eval/loss']:.4f}")
+    # The warning about it is on the terminal only if process 0 has read it.
+    if figures.get("data/corrupt"):
+        parts.append(f"damaged {figures['data/corrupt']:.0f}")
     return " | ".join([*parts, f"eta {duration(eta)}"])
 
 
