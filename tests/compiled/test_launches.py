@@ -1,6 +1,7 @@
 """Reading a compiled program: collectives, kernels, bytes, FLOPs, loops; and the memory that it
 takes."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -77,6 +78,9 @@ def test_a_loop_says_its_length_or_is_reported():
         program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1}
         and program.launches == 3 * 9 + 2 + 3
     )
+    named = re.search(r'%(\S+) = .* while\(.*(metadata=\{op_name="[^"]*turns=4.5[^"]*"\})', PROGRAM)
+    program = launches.read_program(PROGRAM.replace(named[2], "metadata={}"))
+    assert program.unknown == {named[1]: 1}
 
     def f(x, n):
         with expected_turns(2.5):

@@ -125,7 +125,8 @@ class GpuKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All kernels in the order of the text, and the loops of unknown length by `op_name`."""
+    """All kernels in the order of the text, and the loops of unknown length by `op_name`, or by
+    name where the compiler left none."""
 
     kernels: tuple[GpuKernel, ...]
     unknown: Mapping[str, int]
@@ -237,7 +238,7 @@ class _Reader:
             return loop.trip_count
         stated = _TURNS.search(loop.op_name)
         if not stated:
-            self.unknown[loop.op_name] += 1
+            self.unknown[loop.op_name or loop.name] += 1  # a pipelined loop has no op_name
             return 1
         return _stated(loop.op_name, stated[1], stated[2])
 
