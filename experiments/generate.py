@@ -188,22 +188,21 @@ def talk(
 
     assert model.tokenizer is not None
     conversation = generation.Conversation(model.tokenizer, args.system)
-    room, shown, left_out = model.config.model.max_position_embeddings - args.num_tokens, False, 0
+    room, shown = model.config.model.max_position_embeddings - args.num_tokens, False
     for number, raw in enumerate(sys.stdin.buffer, 1):
         line = text_of(raw, f"line {number} of the input").strip()
         if line == RESET:
             conversation.reset()
-            left_out = 0
         if not line or line == RESET:
             continue
+        left_out = conversation.left_out
         try:
             asked = conversation.ask(line, room)
         except UserError as error:
             raise UserError(f"line {number} of the input: {error}") from None
         if conversation.left_out > left_out:
-            left_out = conversation.left_out
             print(
-                f"note: the model does not see the {left_out} oldest turns any more",
+                f"note: the model does not see the {conversation.left_out} oldest turns any more",
                 file=sys.stderr,
                 flush=True,
             )
