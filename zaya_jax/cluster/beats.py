@@ -101,25 +101,26 @@ class Beats:
             self._write()
 
 
-_beats: list[Beats] = []
+_own: Beats | None = None  # this process's, if it reports its progress
 
 
 def begin(index: int) -> None:
     """From now on this process reports its progress, if ZAYA_BEATS asks for it."""
-    if os.environ.get(VARIABLE) and not _beats:
-        _beats.append(Beats(os.environ[VARIABLE], index))
+    global _own
+    if os.environ.get(VARIABLE) and _own is None:
+        _own = Beats(os.environ[VARIABLE], index)
 
 
 def at(section: str, step: int | None = None, mark: str = "") -> None:
     """See `Beats`."""
-    for one in _beats:
-        one.at(section, step, mark)
+    if _own:
+        _own.at(section, step, mark)
 
 
 def lap(step: int, whole: float, own: float, data: float) -> None:
     """See `Beats`."""
-    for one in _beats:
-        one.lap(step, whole, own, data)
+    if _own:
+        _own.lap(step, whole, own, data)
 
 
 def read(path: str | Path, index: int) -> Beat | None:
