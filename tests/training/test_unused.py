@@ -28,7 +28,6 @@ CASES = [
     ("run.beta", 0.3, {}, "run.preference is none", None),
     ("run.spike_deviations", 4.0, {}, "run.skip_update is not spike", {"run.skip_update": "spike"}),
     ("run.changed_source", True, {}, "names no model.layer", OWN_LAYER),
-    ("optim.rows", ("layers/share=adamw",), {}, "names no model.layer", OWN_LAYER),
     *(
         (key, value, {"optim.name": "adamw"}, "optim.name is adamw", {"optim.name": "muon"})
         for key, value in (

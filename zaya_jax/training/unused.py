@@ -52,7 +52,7 @@ TABLE = (
         lambda c: c.run.skip_update != "spike",
     ),
     Unused(
-        ("run.changed_source", "optim.rows"),
+        ("run.changed_source",),
         "the config names no model.layer and no model.router",
         lambda c: not c.model.layer and not c.model.router,
     ),
