@@ -243,18 +243,13 @@ def _remaining(segments: list[Segment], config: Config) -> tuple[Segment, ...]:
             )
         tokens += num_steps * segment.tokens_per_step
         steps += num_steps
-    if left:
-        return tuple(left)
-    if config.schedule.phases:
+    if not left:
         raise UserError(
-            f"config.schedule.phases end after {end:,} tokens, but run.fork={config.run.fork} has"
-            f" seen {tokens:,}; phases are counted from the start of the parent run: lengthen the"
-            " last one or add one"
+            f"config.schedule.phases or run.num_steps end after {end:,} tokens, but"
+            f" run.fork={config.run.fork} has seen {tokens:,}; both are counted from the start of"
+            " the parent run: lengthen the last phase, add one, or give more steps"
         )
-    raise UserError(
-        f"config.run.num_steps={config.run.num_steps}, but run.fork={config.run.fork} has reached"
-        f" step {steps}; steps are counted from the start of the parent run: give more"
-    )
+    return tuple(left)
 
 
 def phase_config(config: Config, phase: Phase) -> Config:

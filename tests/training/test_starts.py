@@ -435,6 +435,10 @@ NO_FORK = {
     "config.optim.name 'adamw' there, 'muon' here": {"optim__name": "muon"},
     "config.run.fork=RUN and config.run.init_from=x are both given": {"run__init_from": "x"},
     "config.run.num_steps=6, but run.fork=RUN@6 has reached step 6": {"run__num_steps": 6},
+    "run.num_steps=6, but run.fork=RUN@6 has reached step 6": {  # whatever the phases' lengths
+        "run__num_steps": 6,
+        "schedule__phases": (Phase("long", 3_000),),
+    },
     "config.run.fork=RUN@3: RUN has no checkpoint of step 3; it has 2, 4, 6": {
         "run__fork": "RUN@3"
     },

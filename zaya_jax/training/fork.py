@@ -57,7 +57,7 @@ def resolve(config: Config, workdir: Path) -> list | None:
 
 
 def fill_in(config: Config, parent: list | None) -> Config:
-    """The config with the results of `resolve`."""
+    """The config with the results of `resolve`; UserError if it leaves the fork no step."""
     if parent is None:
         return config
     name, step, tokens = parent
@@ -66,6 +66,11 @@ def fill_in(config: Config, parent: list | None) -> Config:
         raise UserError(
             f"config.run.fork_step={recorded[0]} and fork_tokens={recorded[1]}, but {name} has"
             f" {tokens} tokens at step {step}; leave them out"
+        )
+    if config.run.num_steps <= step:
+        raise UserError(
+            f"config.run.num_steps={config.run.num_steps}, but run.fork={name} has reached step"
+            f" {step}; steps are counted from the start of the parent run: give more"
         )
     run = dataclasses.replace(config.run, fork=name, fork_step=step, fork_tokens=tokens)
     return dataclasses.replace(config, run=run)
