@@ -227,21 +227,20 @@ class Conversation:
     def ask(self, text: str, room: float = math.inf) -> list[int]:
         """Adds a turn of the user and returns the ids, at most `room` of them, that the model
         continues."""
-        self._turns.append(chat.Message("user", "", text))
-        while len(ids := self._template.prompt_ids(self._all())) > room:
-            if len(self._turns) < 3:
-                del self._turns[-1]
+        turns = [*self._turns, chat.Message("user", "", text)]
+        left_out = 0
+        while len(ids := self._template.prompt_ids([*self._first, *turns[left_out:]])) > room:
+            left_out += 2  # a question and its answer
+            if left_out >= len(turns):  # refused, and the conversation stays as it was
                 raise UserError(
                     f"this turn alone has {len(ids):,} tokens, and there is room for {room:,} beside"
                     " the answer's num_tokens"
                 )
-            del self._turns[:2]  # a question and its answer
-            self.left_out += 2
+        self._turns = turns[left_out:]
+        self.left_out += left_out
         return ids
 
     def answered(self, text: str, ids: Sequence[int]) -> None:
         """Adds the model's turn: its text, and the ids that it was."""
-        self._turns.append(self._template.parse_answer(self._all(), text, ids))
-
-    def _all(self) -> list[chat.Message]:
-        return [*self._first, *self._turns]
+        turns = [*self._first, *self._turns]
+        self._turns.append(self._template.parse_answer(turns, text, ids))

@@ -187,6 +187,11 @@ def test_a_talk_sees_what_the_template_makes_of_it(own):
         and "user\nmore" in rest
         and talk.left_out == 2
     )
+    talk.answered("y", own.encode("y"))
+    before = own.decode_with_specials(talk.ask("w"))
+    talk.answered("v", own.encode("v"))
+    check_refused("this turn alone has .* tokens", talk.ask, "long " * 200, room)
+    assert talk.left_out == 2 and own.decode_with_specials(talk.ask("u")).startswith(before)
     talk.reset()
     assert own.decode_with_specials(talk.ask("hi", room)) == asked and talk.left_out == 0
     talk.reset()
