@@ -403,6 +403,8 @@ def test_it_continues_whatever_it_is_given(model, ids):
     assert answers == ["".join(model.stream(talk, 5))] * 2
     assert model.generate(talk[0], 5) == "".join(model.stream(talk[0], 5)) == answers[0]
     asked = [256, 259, *b"user\nhi", 260, *b"\n", 259, *b"assistant\n"]
+    for array in (np.asarray(asked), jnp.asarray(asked)):
+        assert model.generate(array, 5) == model.generate(asked, 5)
     new = model.generate([asked] * 2, 5, ends=[257, 260])[0][len(asked) :]
     assert model.tokenizer.decode(new) == answers[0]
     for wrong in ([], {}, {"x": 1}, [{"x": 1}], ["a", [1]], [1, 264], [[]]):
@@ -443,6 +445,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(model.loss, ids, ids + 264), "labels hold 264", "or -100"),
         (partial(model.loss, ids, ids - 1), "labels hold -1;"),
         (partial(model.loss, ids, ids - 100), "no label counts"),
+        (partial(model.generate, "ab", 2, stop="xy"), "stop='xy' must be a list of texts"),
         (partial(model.generate, ids, 61), "has 4 tokens", "max_position_embeddings=64"),
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),

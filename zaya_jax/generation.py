@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from zaya_jax.config import UserError, shown
@@ -70,8 +71,7 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
-        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
-            raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
+        _check_stop(stop)
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids, text = _end_of(tokenizer, before)
         self._settled = len(text)  # characters of these ids' text
@@ -142,12 +142,17 @@ class ParsedPrompt:
     ids: list[list[int]]
     texts: list[str]  # with which the results begin
     ends: list[int]
-    stop: list[str]
+    stop: list[str]  # the caller's, and those of the conversations' format
 
 
-def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> ParsedPrompt:
-    """What a caller gives; UserError if it is not a prompt, or needs a tokenizer that is not
-    there."""
+def parse_prompt(
+    prompt: Any, tokenizer: Tokenizer | None, source: str, stop: Sequence[str] = ()
+) -> ParsedPrompt:
+    """What a caller gives, and with which strings it is to stop; UserError if it is not a prompt,
+    or needs a tokenizer that is not there."""
+    _check_stop(stop)
+    if isinstance(prompt, jax.Array):  # whose items would be arrays too, where NumPy's are numbers
+        prompt = np.asarray(prompt)
     if isinstance(prompt, Mapping):  # a conversation of one turn
         prompt = [prompt]
     if not isinstance(prompt, str):
@@ -157,6 +162,8 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Parse
     rows = [prompt] if single else prompt
     forms = {_form(row) for row in rows}
     if forms == {"ids"}:
+        if stop:
+            raise UserError("stop is for texts; ids end at one of ends")
         return ParsedPrompt("ids", single, [np.asarray(row).tolist() for row in rows], [], [], [])
     if tokenizer is None:
         raise UserError(
@@ -169,7 +176,7 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Parse
         )
     if forms == {"text"}:
         ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in rows]
-        return ParsedPrompt("text", single, ids, rows, [tokenizer.eos_id], [])
+        return ParsedPrompt("text", single, ids, rows, [tokenizer.eos_id], [*stop])
     template = chat_template.Template(tokenizer)
     try:
         ids = [template.prompt_ids([chat.parse_turn(turn) for turn in talk]) for talk in rows]
@@ -177,8 +184,17 @@ def parse_prompt(prompt: Any, tokenizer: Tokenizer | None, source: str) -> Parse
         raise UserError(
             f"a conversation is a list of turns with role and content: {error}"
         ) from None
-    ends, stop = template.ending
-    return ParsedPrompt("chat", single, ids, [""] * len(ids), [tokenizer.eos_id, *ends], stop)
+    ends, stop_of_format = template.ending
+    texts = [""] * len(ids)
+    return ParsedPrompt(
+        "chat", single, ids, texts, [tokenizer.eos_id, *ends], [*stop, *stop_of_format]
+    )
+
+
+def _check_stop(stop: Any) -> None:
+    """UserError for what is no list of texts; a text alone would be taken as its characters."""
+    if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
+        raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
 
 
 def _form(row: Any) -> Literal["text", "chat", "ids"]:
@@ -192,7 +208,6 @@ def results(
     prompt: ParsedPrompt,
     rows: Sequence[list[int]],
     tokenizer: Tokenizer | None,
-    stop: Sequence[str],
 ) -> list[Any]:
     """The texts, answers or ids of the rows that `generation` continues: each row of the prompt,
     several times if more than one sample is wanted."""
@@ -201,7 +216,7 @@ def results(
             generation.more()
         return [[*row, *new] for row, new in zip(rows, generation.ids, strict=True)]
     follows = prompt.form == "text"
-    new = generate(generation, tokenizer, rows, [*stop, *prompt.stop], follows)
+    new = generate(generation, tokenizer, rows, prompt.stop, follows)
     samples = len(rows) // len(prompt.ids)
     return [prompt.texts[i // samples] + text for i, text in enumerate(new)]
 

@@ -238,9 +238,7 @@ class LanguageModel:
         >>> len(model.generate("ab", 4, temperature=1.0, samples=3)), len(model.generate([97, 98], 4))
         (3, 6)
         """
-        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source)
-        if parsed.form == "ids" and stop:
-            raise UserError("stop is for texts; ids end at one of ends")
+        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source, stop)
         count = 1 if samples is None else samples
         seeds: Any = [seed] * len(parsed.ids) if np.ndim(seed) == 0 else seed
         rows = [row for row in parsed.ids for _ in range(count)]
@@ -254,7 +252,7 @@ class LanguageModel:
             seed=[x + i for x in seeds for i in range(count)],
             ends=[*parsed.ends, *ends],
         )
-        results: Any = generation.results(continued, parsed, rows, self.tokenizer, stop)
+        results: Any = generation.results(continued, parsed, rows, self.tokenizer)
         scored: Any = self._log_probs(rows, continued.ids) if log_probs else []
         if samples is not None:
             results = [results[i : i + count] for i in range(0, len(results), count)]
@@ -298,7 +296,7 @@ class LanguageModel:
         >>> "".join(model.stream("ab", 4)) == model.generate("ab", 4)[2:]
         True
         """
-        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source)
+        parsed = generation.parse_prompt(prompt, self.tokenizer, self.source, stop)
         if parsed.form == "ids" or not parsed.single:
             raise UserError(
                 "stream takes one text or conversation; `continued` gives the ids of several as"
@@ -315,8 +313,10 @@ class LanguageModel:
             seed=seed,
             ends=[*parsed.ends, *ends],
         )
-        stops, follows = [*stop, *parsed.stop], parsed.form == "text"
-        for (new,) in generation.stream(continued, self.tokenizer, parsed.ids, stops, follows):
+        follows = parsed.form == "text"
+        for (new,) in generation.stream(
+            continued, self.tokenizer, parsed.ids, parsed.stop, follows
+        ):
             yield new
 
     def continued(

@@ -65,7 +65,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Ar
                 seeds=config.run.seed,
                 ends=prompt.ends,
             )
-            (continued,) = generation.results(rows, prompt, prompt.ids, tokenizer, [])
+            (continued,) = generation.results(rows, prompt, prompt.ids, tokenizer)
     if chats:
         continued = f"{text}\n{continued}"
     path.write_text(continued, encoding="utf-8")
