@@ -20,6 +20,7 @@ from traced_once import traced_once
 
 import zaya_jax as zj
 from zaya_jax import arguments, functions, library, schedule
+from zaya_jax.config import Mesh, Phase
 from zaya_jax.data import windows
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.report import read
@@ -187,6 +188,20 @@ def test_what_train_gives_lies_on_the_run_s_mesh_and_is_its_last_step(trained, r
     assert same(trained.params, zj.load(run).params)
     again = zj.train(settings, run)  # it is complete
     assert same((again.params, again.balance), (trained.params, trained.balance))
+
+
+def test_what_train_gives_of_a_fork_lies_on_the_mesh_of_its_last_step(run, settings, folder):
+    """Its phases count the parent's tokens too: by these, step 6 is still in the first one."""
+    batch = settings.data.global_batch
+    tokens = 8 * batch * settings.data.seq_len
+    forked = copy.deepcopy(settings)
+    forked.run.fork, forked.run.num_steps = f"{run}@4", 6
+    forked.schedule.phases = (
+        Phase(tokens=tokens, global_batch=2 * batch),
+        Phase(tokens=tokens, mesh=Mesh(data=4, expert=2)),
+    )
+    model = zj.train(forked, folder / "fork")
+    assert model.source.endswith("fork@6") and dict(model.mesh.shape)["data"] == 8
 
 
 @pytest.mark.parametrize(

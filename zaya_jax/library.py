@@ -40,7 +40,7 @@ from zaya_jax.parallel import tree
 from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.text import tokenizers
-from zaya_jax.training import kernels
+from zaya_jax.training import fork, kernels
 from zaya_jax.training.observers import Observer
 from zaya_jax.training.workdir import folder_of
 
@@ -586,10 +586,10 @@ def train(
         code = run.train(settings, folder, None, tracker, observers)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
-    plan = schedule.make_plan(settings)
-    phase = plan.step(min(plan.last_step, settings.run.num_steps)).phase
     mesh = None
     if jax.device_count() > 1:
-        mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh)
+        filled = fork.fill_in(settings, fork.resolve(settings, folder))  # as the run itself does
+        last_phase = schedule.phase_at(filled, filled.run.num_steps)
+        mesh = dataclasses.asdict(schedule.phase_config(filled, last_phase).mesh)
     own: dict[str, Any] = {part: own_class(settings.model, part) for part in BASES}
     return load(folder, mesh=mesh, changed_source=settings.run.changed_source, **own)
