@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
-from zaya_jax.config import Config
+from zaya_jax.config import Config, UserError, shown
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
@@ -52,6 +52,8 @@ def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict,
     >>> params["embed"]["embedding"].shape, balance.shape
     ((264, 16), (2, 3))
     """
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise UserError(f"seed={shown(seed)} must be a whole number from 0 to below {2**32}")
     with jax.default_matmul_precision(config.precision.matmul):
         target = chip.current() if mesh is None else chip.made_for(mesh)
         return _fresh(essence(config, mesh), mesh, target)(np.uint32(seed))

@@ -496,8 +496,6 @@ def create(
     host.keep_compiled()
     settings = arguments.config_of(config)
     seed = settings.run.seed if seed is None else seed
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
     if tokenizer and tokenizer.vocab_size > settings.model.vocab_size:
         tokenizer = None  # a model for custom ids
