@@ -298,8 +298,10 @@ def test_a_right_step_is_remembered_until_the_machine_changes(monkeypatch, expec
     tried(auto, 1)
     tried(dataclasses.replace(auto, remat="layer"), 1)
     tried(auto, 2)
-    assert len(expected) == 4
-    assert tried(given(guard={"try_step": "never"}), 1) == ("", []) and len(expected) == 4
+    monkeypatch.setattr(sizing, "two_levels_under", lambda of: 0)  # sums over nodes go otherwise
+    tried(auto, 2)
+    assert len(expected) == 5
+    assert tried(given(guard={"try_step": "never"}), 1) == ("", []) and len(expected) == 5
 
 
 def test_a_mesh_that_does_not_divide_the_small_model_is_said_and_not_tried():

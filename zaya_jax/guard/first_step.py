@@ -238,6 +238,7 @@ def _record(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -
         (target, table.key(target.kind), table.rows(target.architecture), __version__),
         (mesh.devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS")),
         (mesh.shape, jax.process_count(), config.mesh, micro_batches),
+        (meshes.devices_of_node(mesh), sizing.two_levels_under(config)),
         (small_config(config).model, config.optim.name, config.precision, config.remat),
         EXPECTED.read_text(),
     ]
