@@ -212,21 +212,16 @@ class Loop:
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
         self.ended = ""  # an observer's reason to end the run
-        # First of all: an agent that watches this process counts its silence from here.
         self.pace = Pace(jax.devices()[0])
         self.evaluation = Evaluation(self.planned, self.pace)
-        self.tasks = self._load_tasks()
+        self.tasks: Any = None  # lm-eval's
+        if self.config.eval.tasks:
+            from zaya_jax.evaluate.during_training import TaskScores  # imports the library
+
+            self.tasks = TaskScores(self.planned, self.pace)
         self._first_state()
         self._say_how_it_starts()
         self._first_figures(tracker)
-
-    def _load_tasks(self) -> Any:
-        """lm-eval's tasks of `eval.tasks`, a `TaskScores`; None without any."""
-        if not self.config.eval.tasks:
-            return None
-        from zaya_jax.evaluate.during_training import TaskScores  # imports the library's functions
-
-        return TaskScores(self.planned, self.pace)
 
     def _first_state(self) -> None:
         """Records the start, then makes the state; from here on the stream sends batches."""
@@ -325,14 +320,19 @@ class Loop:
             return first_step.fault(placed.config, self.mesh, micro_batches, logs.say)
 
     def before_the_first_step(self) -> None:
-        """Saves a fork, or measures the loss of given weights before training."""
+        """Saves a fork, or evaluates given weights before they are trained."""
         meta = self.opened.meta
         if self.opened.parent:  # from here on it is a run of its own
             self.save(self.planned.reached, meta["tokens"], meta["metrics"], last=False)
         elif self.opened.kind in ("imported", "initial weights"):
             now = dataclasses.replace(self.plan.step(1), number=0)
-            scores = self.tasks.scores(self.state, now) if self.tasks else {}
-            self.evaluation.before_training(self.state, self.figures.writer, scores)
+            measured: dict[str, float] = {}
+            for evaluate in self.evaluations_due(now):
+                measured |= evaluate(self.state, now)
+            if "eval/loss" in measured:
+                logs.say(notes.untrained_line(measured["eval/loss"]))
+            if measured:
+                self.figures.writer.write(0, measured)
 
     def train_step(self, now: Step) -> Any:
         """Fetches a batch, dispatches the step, then reads the figures of the step before.

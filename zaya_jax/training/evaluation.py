@@ -5,14 +5,12 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 
 from zaya_jax.config import Phase
 from zaya_jax.data import stores, windows
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training import step as steps
-from zaya_jax.training.figures import Writer
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.start import PlannedStart
 
@@ -51,18 +49,6 @@ class Evaluation:
                 figure = name if part == "loss" else f"{name.removesuffix('/loss')}/{part}"
                 losses[figure] = sum(float(parts[part]) for parts, _ in of_batches) / count
         return losses
-
-    def before_training(self, state: Any, writer: Writer, scores: dict[str, float]) -> None:
-        """Records the loss of weights that come from elsewhere, and their tasks' scores, before
-        the first step."""
-        now, losses = self._planned.recipe.plan.step(1), {}
-        if self.batches(now.phase):
-            losses = self.losses(state, now)
-            # nan: nothing is held out, all windows are named ones
-            held_out = losses.get("eval/loss", np.nan)
-            logs.say(f"step 0 | held-out {held_out:.4f}, with the weights as they came")
-        if losses or scores:
-            writer.write(0, losses | scores)
 
     def _make_program(self, phase_index: int) -> Any:
         config = self._planned.recipe.phases[phase_index].config
