@@ -74,8 +74,8 @@ def train(
             if opened.planned.reached == opened.planned.recipe.last_step:
                 return already_complete(opened)
             loop = Loop(opened, faults, tracker, observers)
-            # From here on a first signal saves and then stops. Made once: a signal that came before
-            # the run went back still counts.
+            # Until here a signal ends the process at once, since there is nothing to save; from here
+            # on the loop saves, then stops. Made once: a signal before a rollback still counts.
             stop = stop or multihost.StopSignal()
             # Last, and for so long at most: a reader may wait for a disk that hangs.
             at_end.callback(leaving.within, leaving.PATIENCE, loop.stream.close)
@@ -219,11 +219,11 @@ class Loop:
             from zaya_jax.evaluate.during_training import TaskScores  # imports the library
 
             self.tasks = TaskScores(self.planned, self.pace)
-        self._first_state()
-        self._say_how_it_starts()
-        self._first_figures(tracker)
+        self._record_and_make_state()
+        self._check_and_announce()
+        self._resume_counts(tracker)
 
-    def _first_state(self) -> None:
+    def _record_and_make_state(self) -> None:
         """Records the start, then makes the state; from here on the stream sends batches."""
         opened, planned = self.opened, self.planned
         lineage = opened.meta.get("lineage", [])
@@ -246,8 +246,8 @@ class Loop:
         # After the state, whose making needs more memory than a step.
         self.stream.send_with(self._put)
 
-    def _say_how_it_starts(self) -> None:
-        """Makes the last checks that can refuse the run, and says how it starts."""
+    def _check_and_announce(self) -> None:
+        """Makes the last checks that can refuse the run, then says how it starts."""
         planned = self.planned
         # Unreadable held-out text is an error now, not at the first evaluation.
         self.evaluation.batches(self.plan.step(planned.reached + 1).phase)
@@ -259,7 +259,7 @@ class Loop:
         )
         self.opened.cleanup.run_began()
 
-    def _first_figures(self, tracker: Function | None) -> None:
+    def _resume_counts(self, tracker: Function | None) -> None:
         """Resumes what is counted: files are cut to the checkpoint's step, counts continue."""
         opened, reached = self.opened, self.planned.reached
         counts = {} if opened.parent else opened.meta  # a fork starts its own
@@ -323,7 +323,7 @@ class Loop:
         """Saves a fork, or evaluates given weights before they are trained."""
         meta = self.opened.meta
         if self.opened.parent:  # from here on it is a run of its own
-            self.save(self.planned.reached, meta["tokens"], meta["metrics"], last=False)
+            self.save(self.planned.reached, meta["tokens"], meta["metrics"], wait=False)
         elif self.opened.kind in ("imported", "initial weights"):
             now = dataclasses.replace(self.plan.step(1), number=0)
             measured: dict[str, float] = {}
@@ -355,14 +355,14 @@ class Loop:
         ends.
         """
         number = now.number
-        last = number == self.planned.end or stopping
+        ends_here = number == self.planned.end or stopping  # this start
         timer_due = self.timer.after(number)  # once per step: processes agree on a later step
         due_save = timer_due or number % self.config.checkpoint.every_steps == 0
         evaluations = []
         if number == self.planned.end or not stopping:
             evaluations = self.evaluations_due(now)
         observers = [x for x in self.observers if number % x.every == 0]
-        if not (evaluations or due_save or observers or last):
+        if not (evaluations or due_save or observers or ends_here):
             return
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
@@ -378,11 +378,11 @@ class Loop:
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
         # After a spike the run goes back.
-        if (due_save or last or self.ended) and not self.guard.spike:
+        if (due_save or ends_here or self.ended) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
-            ends = bool(last or self.ended)
-            self.save(number, now.tokens_after, self.last_saved_figures, ends)
+            wait = bool(ends_here or self.ended)
+            self.save(number, now.tokens_after, self.last_saved_figures, wait)
 
     def evaluations_due(self, now: Step) -> list:
         """The evaluations of this step: of held-out text that could be read, and of tasks."""
@@ -408,12 +408,12 @@ class Loop:
                 self.ended = str(end) or "no reason given"
         return observed
 
-    def save(self, number: int, tokens: int, figures: dict, last: bool) -> None:
-        """Starts saving the state, with everything that a resumed run needs. Waits until it is
-        saved only if `last`."""
+    def save(self, number: int, tokens: int, figures: dict, wait: bool) -> None:
+        """Starts saving the state, with everything that a resumed run needs. With `wait` it returns
+        when that is saved, as it must be before this start ends."""
         self.pace.at("save", number)
         self.figures.writer.flush()
-        if not last and not self.store.wait_for_room(number):
+        if not wait and not self.store.wait_for_room(number):
             return
         meta = {
             "step": number,
@@ -434,7 +434,7 @@ class Loop:
         # Before the first step the devices do not show yet what memory a step needs.
         before_a_step = number == self.planned.reached
         take = self.snapshots.on_host if before_a_step else self.snapshots.take
-        save = self.store.save_now if last else self.store.save
+        save = self.store.save_now if wait else self.store.save
         save(number, take(self.state), meta, self.snapshots.locations)
 
     def replay(self, now: Step, batch: Any) -> dict | None:
@@ -443,7 +443,7 @@ class Loop:
 
         Returns the decision to go back if a device is wrong.
         """
-        if not self.guard.take_replay_request(now.number):
+        if not self.guard.replay_is_due(now.number):
             return None
         with self.pace.outside_a_step():
             self.pace.begin("evaluate", now.number, (now.phase_index, now.sequences, "replay"))

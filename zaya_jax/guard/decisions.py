@@ -1,8 +1,8 @@
 """Records decisions to go back: on disk before they take effect, and in every later checkpoint.
 
-    made = decisions.read(workdir)
-    decisions.write(workdir, [*made, new])      in process 0; when this returns, it outlives a power cut
-    decisions.skipped_batches(made)             the batches that the data's order passes over
+    decided = decisions.read(workdir)
+    decisions.write(workdir, [*decided, new])      in process 0; when this returns, it outlives a power cut
+    decisions.skipped_batches(decided)             the batches that the data's order passes over
 
 A decision says to which step the run goes back, and how many batches it skips there:
 
@@ -32,10 +32,10 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
     """Returns all decisions in their order; StorageError if the file is damaged."""
     path = Path(workdir) / events.FOLDER / FILE
     try:
-        made = files.read_json(path)
-        if not isinstance(made, list) or not all(map(_is_valid, made)):
+        decided = files.read_json(path)
+        if not isinstance(decided, list) or not all(map(_is_valid, decided)):
             raise ValueError("no list of decisions")
-        return made
+        return decided
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -57,11 +57,11 @@ def _is_valid(decision: Any) -> bool:
     return step <= at
 
 
-def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
+def write(workdir: str | os.PathLike, decided: Sequence[Decision]) -> None:
     """Writes the file; when this returns, it outlives a power cut."""
     folder = Path(workdir) / events.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / FILE, (json.dumps(list(made), indent=1) + "\n").encode())
+    files.write(folder / FILE, (json.dumps(list(decided), indent=1) + "\n").encode())
     for path in (folder, folder.parent):
         folders.sync_folder(path)
 
@@ -83,13 +83,13 @@ def merge(
     return longer
 
 
-def skipped_batches(made: Sequence[Decision]) -> list[list[int]]:
+def skipped_batches(decided: Sequence[Decision]) -> list[list[int]]:
     """The [step, batches] that the data's order skips."""
-    return [[decision["step"], decision["batches"]] for decision in made if decision["batches"]]
+    return [[decision["step"], decision["batches"]] for decision in decided if decision["batches"]]
 
 
 def after_spike(
-    spike: Spike, saved: Sequence[int], made: Sequence[Decision], steps_before: int
+    spike: Spike, saved: Sequence[int], decided: Sequence[Decision], steps_before: int
 ) -> Decision:
     """Back to the newest checkpoint before the spike began.
 
@@ -97,7 +97,7 @@ def after_spike(
     older checkpoint.
     """
     candidates = [step for step in saved if step < spike.began]
-    earlier_targets = [decision["step"] for decision in made if decision["kind"] == "spike"]
+    earlier_targets = [decision["step"] for decision in decided if decision["kind"] == "spike"]
     if earlier_targets and spike.began - earlier_targets[-1] <= SETTLE:
         candidates = [step for step in candidates if step < earlier_targets[-1]] or candidates
     step = max(candidates, default=steps_before)
@@ -128,12 +128,12 @@ def after_mismatch(step: int, clean: int, saved: Sequence[int], steps_before: in
     return {"kind": "corrupt", "step": target, "batches": 0, "at": step, "clean": clean}
 
 
-def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
+def write_events(workdir: str | Path, decided: Sequence[Decision]) -> None:
     """Writes an event for each decision that has none yet: it may have been made just before a
     kill."""
     written = {event.facts.get("decision") for event in events.read(workdir)}
     log = events.EventLog(workdir, "run")
-    for number, decision in enumerate(made):
+    for number, decision in enumerate(decided):
         if number in written:
             continue
         processes = decision.get("processes", [])

@@ -1,6 +1,6 @@
 """Watches a run's loss and gradients during training, and decides when the run must go back.
 
-    guard = Guard(config.guard, workdir, made, meta, reached)    as it stood at the checkpoint that the run resumes from
+    guard = Guard(config.guard, workdir, decided, meta, reached) as it stood at the checkpoint that the run resumes from
     guard.record_step(step, phase, figures)                      for each step, in order, in all processes
     guard.spike                                                  the spike for which the run must go back, or None
     guard.go_back(saved, steps_before)                           writes down where to; None if it may not go back again
@@ -37,18 +37,18 @@ class Guard:
         self,
         settings: Settings,
         workdir: Path,
-        made: Sequence[Decision],
+        decided: Sequence[Decision],
         meta: Mapping[str, Any],
         reached: int,
     ):
-        self._settings, self._workdir, self._made = settings, workdir, list(made)
+        self._settings, self._workdir, self._decided = settings, workdir, list(decided)
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
         self._finite, self._suspect, self._reproducible = True, False, True
         # The last step that was checked and right. A run that was never checked has no better one.
         self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
-            decisions.write_events(workdir, self._made)
+            decisions.write_events(workdir, self._decided)
 
     def record_step(self, step: int, phase: int, figures: Mapping[str, Any]) -> None:
         """Judges a step's figures, which are the same in all processes."""
@@ -69,8 +69,8 @@ class Guard:
             fields["spikes"] = self._spikes.state()
         if self._settings.replay_every:
             fields["clean"] = self._clean
-        if self._made:
-            fields["decisions"] = [*self._made]
+        if self._decided:
+            fields["decisions"] = [*self._decided]
         return fields
 
     def checkpoint_figures(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Guard:
 
     def figures(self, step: int) -> dict[str, int]:
         """How many batches were skipped just before a step, if any were."""
-        skipped = decisions.skipped_batches(self._made)
+        skipped = decisions.skipped_batches(self._decided)
         count = sum(batches for last, batches in skipped if last + 1 == step)
         return {"data/left_out": count} if count else {}
 
@@ -90,15 +90,17 @@ class Guard:
         """
         spike = self.spike
         assert spike is not None
-        rollbacks = sum(decision["kind"] == "spike" for decision in self._made)
+        rollbacks = sum(decision["kind"] == "spike" for decision in self._decided)
         if rollbacks >= self._settings.rollbacks:
             done = f"ended: it went back {self._settings.rollbacks} times before"
             self._tell("spike", spike.step, str(spike), done)
             return None
-        return self._decide(lambda: decisions.after_spike(spike, saved, self._made, steps_before))
+        return self._decide(
+            lambda: decisions.after_spike(spike, saved, self._decided, steps_before)
+        )
 
-    def take_replay_request(self, step: int) -> bool:
-        """Whether gradients must be computed again now; a request is answered once.
+    def replay_is_due(self, step: int) -> bool:
+        """Whether gradients must be computed again now; asked once after each step.
 
         Due every `replay_every` steps, and after a step that is not finite or a spike: a device's
         fault may have caused either.
@@ -115,7 +117,7 @@ class Guard:
         step: int,
         finding: Mismatch | None,
         mesh: Mesh,
-        saved: Callable[[], Sequence[int]],
+        wait_for_saved_steps: Callable[[], Sequence[int]],
         steps_before: int,
     ) -> Decision | None:
         """Takes the result after a step. If a device is wrong, returns the decision to go back,
@@ -127,7 +129,7 @@ class Guard:
             self._reproducible = False
             self._tell("irreproducible", step, finding.why, "gradients are not compared any more")
             return None
-        steps = saved()
+        saved = wait_for_saved_steps()
         hosts = multihost.gather_to_zero("hosts", socket.gethostname())
 
         def decide() -> Decision:
@@ -135,7 +137,7 @@ class Guard:
             weights = ", ".join(finding.weights[:MOST_WEIGHTS])
             if len(finding.weights) > MOST_WEIGHTS:
                 weights += f" and {len(finding.weights) - MOST_WEIGHTS} more"
-            return decisions.after_mismatch(step, self._clean, steps, steps_before) | {
+            return decisions.after_mismatch(step, self._clean, saved, steps_before) | {
                 "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of"
                 f" {weights})",
                 "reproduces": finding.kind == "disagrees",
@@ -149,14 +151,14 @@ class Guard:
     def _decide(self, make: Callable[[], Decision]) -> Decision:
         """Process 0 decides; when this returns, the decision is on disk and has its event."""
 
-        def decide() -> Decision:
+        def write_down() -> Decision:
             decision = make()
-            made = [*self._made, decision]
-            decisions.write(self._workdir, made)
-            decisions.write_events(self._workdir, made)
+            decided = [*self._decided, decision]
+            decisions.write(self._workdir, decided)
+            decisions.write_events(self._workdir, decided)
             return decision
 
-        return multihost.broadcast_from_zero("decide", decide)
+        return multihost.broadcast_from_zero("decide", write_down)
 
     def _tell(self, kind: str, step: int, seen: str, done: str) -> None:
         if multihost.is_writer():

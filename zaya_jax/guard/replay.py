@@ -128,7 +128,10 @@ class Replay:
             # differs often, a device that is wrong seldom.
             others = [compute() for _ in range(REPEATS - 2)]
             if not all_but_one_agree([first, second, *others]):
-                finding = irreproducible(finding)
+                why = (
+                    f"in {REPEATS} computations of the same gradients more than one gave other bits"
+                )
+                finding = dataclasses.replace(finding, kind="irreproducible", why=why)
         if finding or self._spread.data == 1:
             return finding
         results = [first, compute(moved_by=1)]
@@ -209,12 +212,6 @@ def all_but_one_agree(results: list[np.ndarray]) -> bool:
     """Whether all but one of these results of the same computation are equal."""
     _, most = Counter(result.tobytes() for result in results).most_common(1)[0]
     return most == len(results) - 1
-
-
-def irreproducible(finding: Mismatch) -> Mismatch:
-    """The same difference, as the program's and no device's."""
-    why = f"in {REPEATS} computations of the same gradients more than one gave other bits"
-    return dataclasses.replace(finding, kind="irreproducible", why=why)
 
 
 def differs_from_others(

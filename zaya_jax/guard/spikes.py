@@ -105,7 +105,7 @@ class Spikes:
     def state(self) -> dict[str, Any]:
         """Numbers for JSON, None for one that is not finite; copies, since a save writes them while
         steps go on."""
-        return {
+        return {  # under the names that earlier versions gave them
             "phase": self._phase,
             "usual": [*self._normal],
             "off": [*self._residuals],
