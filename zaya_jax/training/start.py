@@ -61,8 +61,8 @@ def load_recipe(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokeni
     parent = multihost.broadcast_from_zero("fork", lambda: fork.resolve(config, folder))
     config = fork.fill_in(config, parent)
     figures = sizing.figures_at(config.hardware.figures, jax.devices()[0].device_kind)
-    mark = zlib.crc32(repr(figures).encode())
-    if mark != multihost.broadcast_from_zero("figures of the machine", lambda: mark):
+    checksum = zlib.crc32(repr(figures).encode())
+    if checksum != multihost.broadcast_from_zero("figures of the machine", lambda: checksum):
         raise UserError(
             f"config.hardware.figures={config.hardware.figures} is another file here than in"
             " process 0, and the processes' programs would differ; give one that all share"
@@ -193,11 +193,15 @@ def first_state(
     if "frozen" not in planned.state:
         return state, {}
     role = "base" if run.lora else "reference"
-    known = meta and {"base": meta[role]}
-    base = open_same(known["base"]["name"] if known else run.init_from)
-    if run.lora and not known:
-        _say_what_differs(base, planned)
-    named = put_frozen_under(state, planned, base, known)
+    if meta:  # the base is the one that the checkpoint names
+        named = meta[role]
+        base = open_same(named["name"])
+    else:
+        named = {}
+        base = open_same(run.init_from)
+        if run.lora:
+            _say_what_differs(base, planned)
+    named = add_frozen(state, planned, base, named)
     if run.lora:
         in_few_bits = "" if run.base == "compute" else f", experts in {run.base}"
         frozen = _size(zaya.abstract(planned.recipe.config.model))
@@ -226,26 +230,27 @@ def _initial_state(planned: PlannedStart) -> Any:
     return states.init(planned.phase.config, planned.setup)
 
 
-def put_frozen_under(
-    state: dict[str, Any], planned: PlannedStart, base: ArraySource, known: dict[str, Any]
+def add_frozen(
+    state: dict[str, Any], planned: PlannedStart, base: ArraySource, named: dict[str, Any]
 ) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
 
-    `known` has the base of the checkpoint that the state comes from, or is empty. Returns what
-    names the base in the metadata.
+    `named` is how the checkpoint that the state comes from names the base; empty without one.
+    Returns how this run's checkpoints name it.
     """
     abstract, config = planned.state, planned.recipe.config
     balance = {"bias": abstract["balance"].bias}
     with fields.naming("config.run.init_from"):
         weights = {"params": zaya.abstract(config.model), "balance": balance}
         partial.require_fit(base, trees.flat(weights))
+    saved = {"base": named} if named else {}
     mark = multihost.broadcast_from_zero(
-        "mark", lambda: merged.require_same_base(base, known, "this run")
+        "mark", lambda: merged.require_same_base(base, saved, "this run")
     )
     source = few_bits.FewBits(base, config.run.base)
     weights = source.restore({**abstract["frozen"], "balance": balance})
     state["frozen"] = {name: weights[name] for name in abstract["frozen"]}
-    if not known:
+    if not named:
         state["balance"] = state["balance"]._replace(bias=weights["balance"]["bias"])
     name = str(base.location)
     if "://" not in name:
