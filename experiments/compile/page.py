@@ -150,7 +150,7 @@ class PhaseProgram(NamedTuple):
 
 def _program(config: Config, segment: Segment, devices: list, at_once: int) -> PhaseProgram:
     """UserError where a phase's config, devices and batch do not go together."""
-    phase_config, _, *batch = recipe.portion(config, segment, len(devices), at_once)
+    phase_config, _, *batch = recipe.place_segment(config, segment, len(devices), at_once)
     key = schedule.key(config, segment.phase_index, "mesh")
     return PhaseProgram(phase_config, make_mesh(phase_config.mesh, devices, key), *batch)
 

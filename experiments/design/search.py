@@ -182,7 +182,7 @@ def planned(ask: Ask, model: Model) -> Candidate | None:
         chosen = settings_of(model, way)
         config = config_lib.check(configured(chosen))
         (segment,) = schedule.make_plan(config).segments
-        phase_config, spread, sequences, micro_batches = recipe.portion(
+        phase_config, spread, sequences, micro_batches = recipe.place_segment(
             config, segment, ask.devices
         )
         case = StepCase(phase_config, spread, chip, sequences, micro_batches)

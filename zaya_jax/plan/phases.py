@@ -94,7 +94,9 @@ def plan_run(
     refusals: list[UserError] = []
     for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):
         try:
-            portions = [recipe.portion(config, segment, devices, at_once) for segment in segments]
+            portions = [
+                recipe.place_segment(config, segment, devices, at_once) for segment in segments
+            ]
         except UserError as error:
             refusals.append(error)
             continue

@@ -76,7 +76,9 @@ def tuning_request(config: Config, devices: int) -> dict[str, Any]:
     segments = schedule.make_plan(config).segments
     longest = max(segments, key=lambda segment: segment.num_steps * segment.tokens_per_step)
     try:
-        phase_config, spread, sequences, micro_batches = recipe.portion(config, longest, devices)
+        phase_config, spread, sequences, micro_batches = recipe.place_segment(
+            config, longest, devices
+        )
     except UserError:
         phase_config, spread = schedule.phase_config(config, longest.phase), NO_SPREAD
         sequences = micro_batches = 1

@@ -113,7 +113,7 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
     return notes
 
 
-def portion(
+def place_segment(
     config: Config, segment: Segment, devices: int, at_once: int = 0
 ) -> tuple[Config, Spread, int, int]:
     """A segment's config on this many devices, its spread, its sequences per step and its number of
