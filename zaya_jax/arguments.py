@@ -29,7 +29,7 @@ def config_of(given: AnyConfig) -> Config:
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         given = given if isinstance(given, ConfigDict) else dict(given)
-        # a model alone needs no key of the data: their rows are as long as it takes
+        # a model alone needs no data, whose rows could be longer than it takes
         if set(given) == {"model"}:
             model = config_lib.check_model(dict(given["model"]))
             rows = min(config_lib.Data.seq_len, model.max_position_embeddings)
@@ -51,10 +51,10 @@ def with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, M
         return config, None
     given = fields.build(config_lib.Mesh, dict(mesh), "config.mesh.")
     fields.check_fields(given, "config.mesh.")
-    over = make_mesh(given, jax.local_devices(), "mesh")
+    device_mesh = make_mesh(given, jax.local_devices(), "mesh")
     config = dataclasses.replace(config, mesh=given)
-    sharding.check(config, spread_of(given, over.shape), where="mesh")
-    return config, over
+    sharding.check(config, spread_of(given, device_mesh.shape), where="mesh")
+    return config, device_mesh
 
 
 def as_begun(config: Config, tokenizer: Path | None) -> Config:

@@ -112,7 +112,7 @@ def forward(
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
-    devices = _Seeing() if attention else MeshDevices(spread)
+    devices = _RecordingDevices() if attention else MeshDevices(spread)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> dict[str, Array]:
         params, out = _pass(config, spread, devices, params, balance, batch, trace)
@@ -390,8 +390,8 @@ def _positions(segments: Ids) -> Ids:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen(Placement):
-    """Whole sequences that keep attention's weights, computed by the operator's definition."""
+class _RecordingPlacement(Placement):
+    """Whole sequences whose layers hand out attention's weights, by the operator's definition."""
 
     def _softmax(self, q: Array, k: Array, v: Array) -> tuple[jax.Array, dict]:
         out, _ = super()._softmax(q, k, v)
@@ -406,13 +406,13 @@ class _Seen(Placement):
         return out, seen | {"queries": q, "keys": k, "values": v}
 
 
-class _Seeing(Devices):
-    """One device that keeps attention's weights."""
+class _RecordingDevices(Devices):
+    """One device whose layers hand out attention's weights."""
 
     def sequences(
         self, length: int, segments: Array | None, mask: Array | None, weights: Any
     ) -> Placement:
-        return _Seen(segments, mask, weights)
+        return _RecordingPlacement(segments, mask, weights)
 
 
 # ################################################################################################

@@ -229,9 +229,10 @@ class LanguageModel:
         A text or ids come back with their prompt, a conversation ([{"role": "user", "content": ..},
         ..]) as its answer. A text ends at the tokenizer's end of document or before one of `stop`,
         an answer at the end of its turn too, and any at one of `ends`. `temperature`, `top_k`,
-        `top_p` and `min_p` are those of `Sampling`. `seed` is one for all rows, or one for each;
-        `samples`: so many of each, in a list, by that seed and the next ones. `log_probs`: (this,
-        the log-probability of each new token before sampling changes it).
+        `top_p` and `min_p` are those of `Sampling`. `seed` is one for all rows, or one for each.
+        With `samples` each prompt gets a list of that many continuations, by its seed and the ones
+        after it. With `log_probs` the result is a pair: the continuations, and the log-probability
+        of each new token before sampling changes it.
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
@@ -504,12 +505,12 @@ def create(
     settings = dataclasses.replace(
         settings, model=customized(settings.model, layer=layer, router=router)
     )
-    settings, over = arguments.with_mesh(settings, mesh)
+    settings, device_mesh = arguments.with_mesh(settings, mesh)
     kernels.choose_tiles(settings, jax.devices()[0])
-    params, balance = functions.init(settings, seed, over)
+    params, balance = functions.init(settings, seed, device_mesh)
     name, place = f"seed {seed}", settings.data.tokenizer if tokenizer else None
     origin = AnyModel(name, Path(), settings, exchange.InMemory({}), place)
-    return LanguageModel(settings, params, balance, tokenizer, over, name, origin)
+    return LanguageModel(settings, params, balance, tokenizer, device_mesh, name, origin)
 
 
 def load(
@@ -548,11 +549,13 @@ def load(
         dtype = "float32"
     settings = dataclasses.replace(model.config, model=model.model)
     settings = arguments.with_dtype(settings, dtype)
-    settings, over = arguments.with_mesh(settings, mesh)
+    settings, device_mesh = arguments.with_mesh(settings, mesh)
     kernels.choose_tiles(settings, jax.devices()[0])
-    params, balance = model.load_weights(functions.shardings(settings, over) if over else None)
+    places = functions.shardings(settings, device_mesh) if device_mesh else None
+    params, balance = model.load_weights(places)
     origin = dataclasses.replace(model, source=exchange.InMemory({}))
-    return LanguageModel(settings, params, balance, model.tokenizer(), over, model.name, origin)
+    tokenizer = model.tokenizer()
+    return LanguageModel(settings, params, balance, tokenizer, device_mesh, model.name, origin)
 
 
 def train(
