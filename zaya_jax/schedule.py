@@ -105,13 +105,13 @@ class Plan:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
         tokens = self.tokens_of_step(number)
         return Step(
-            number,
-            segment.phase,
-            segment.phase_index,
-            segment.sequences,
-            segment.micro_batches,
-            tokens,
-            learning_rate(self, tokens, segment),
+            number=number,
+            phase=segment.phase,
+            phase_index=segment.phase_index,
+            sequences=segment.sequences,
+            micro_batches=segment.micro_batches,
+            tokens_after=tokens,
+            lr=learning_rate(self, tokens, segment),
         )
 
     def _segment_at(self, number: int) -> Segment:
@@ -184,14 +184,14 @@ def _segments(config: Config) -> list[Segment]:
                 micro_batches = sequences // (phase.micro_batch or sequences) or 1
                 segments.append(
                     Segment(
-                        phase,
-                        index,
-                        sequences,
-                        micro_batches,
-                        steps + 1,
-                        num_steps,
-                        tokens,
-                        phase_begin,
+                        phase=phase,
+                        phase_index=index,
+                        sequences=sequences,
+                        micro_batches=micro_batches,
+                        first_step=steps + 1,
+                        num_steps=num_steps,
+                        tokens_before=tokens,
+                        tokens_before_phase=phase_begin,
                     )
                 )
             tokens += num_steps * tokens_per_step

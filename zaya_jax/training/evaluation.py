@@ -24,7 +24,7 @@ class Evaluation:
         self._pace = pace
         self._stores = windows.named_stores(planned.recipe.config, planned.tokenizer)
         self.notes = stores.notes_on(self._stores.values())
-        self.batches = functools.lru_cache(1)(self._batches)
+        self.batches = functools.lru_cache(1)(self._batches)  # on the devices only for one phase
         self._program = functools.cache(self._make_program)
 
     def losses(self, state: Any, now: Step) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a caller hands to a run to look at it while it trains: `zaya_jax.train(.., observers=[..])`.
+"""Objects of the caller that look at a run while it trains: `zaya_jax.train(.., observers=[..])`.
 
 class Picture:
     every = 100

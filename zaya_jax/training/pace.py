@@ -5,10 +5,10 @@
     pace.at(section, number, mark)        any other place; pace.mark(mark) changes the mark alone
     pace.lap()                            reports the times of the step that has ended
     pace.start(); pace.end_step()         seconds from the end of one step to that of the next,
-    with pace.outside_a_step(): ...       without those of evaluations and saves
+    with pace.outside_a_step(): ...       without what runs in here: evaluations, replays
 
-A step's own seconds, which `lap` reports, leave out the time that this process waited for data,
-figures or other processes.
+The time that a save holds the loop up counts for the step after it. A step's own seconds, which
+`lap` reports, leave out the time that this process waited for data, figures or other processes.
 """
 
 import contextlib

@@ -37,8 +37,8 @@ from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
 
-# Keys that may differ from the recorded config when a run resumes, as may phases that have not
-# begun. The first do not affect what a step computes.
+# When a run resumes, keys may differ from the recorded config if they are in one of these three
+# lists, or in phases that have not begun. These do not affect what a step computes:
 MAY_CHANGE = (
     "name",
     "run.num_steps",
@@ -53,7 +53,7 @@ MAY_CHANGE = (
     "model.max_position_embeddings",
 )
 COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
-# These add numbers in another order, so the run rounds differently; a note reports them.
+# These change the order of sums, so the run rounds differently; a note reports them.
 CHANGES_ROUNDING = (
     "mesh",
     "hardware",
@@ -90,7 +90,9 @@ def open_workdir(
         "workdir", lambda: [str(_open(Path(path), config, locked)), config_dict]
     )
     workdir = Path(chosen)
-    for key, first, local in changed_keys(flat(first_dict), flat(config_dict)):
+    differing = changed_keys(flat(first_dict), flat(config_dict))
+    if differing:
+        key, first, local = differing[0]
         raise UserError(
             f"config.{key}={local!r} here, but {first!r} in process 0; "
             "start all processes with the same command"
