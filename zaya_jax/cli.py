@@ -74,7 +74,6 @@ def leave(code: int) -> NoReturn:
     if code not in (STORAGE, leaving.SIGNALLED + signal.SIGINT):
         sys.exit(code)
     leaving.now(code)
-    raise AssertionError("not reached")
 
 
 class Parser(argparse.ArgumentParser):

@@ -442,10 +442,9 @@ def rounded(length: int, shortest: int) -> int:
     return between if length <= between and above > shortest else above
 
 
-def power_of_two(number: int, up: bool = True) -> int:
-    """The next power of two from here, or the last one before; at least 1."""
-    below = 1 << (max(number, 1).bit_length() - 1)
-    return below * 2 if up and below < number else below
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below this number; at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def essence(config: Config, mesh: Mesh | None) -> Config:

@@ -185,9 +185,13 @@ def parse_prompt(
             f"a conversation is a list of turns with role and content: {error}"
         ) from None
     ends, stop_of_format = template.ending
-    texts = [""] * len(ids)
     return ParsedPrompt(
-        "chat", single, ids, texts, [tokenizer.eos_id, *ends], [*stop, *stop_of_format]
+        form="chat",
+        single=single,
+        ids=ids,
+        texts=[""] * len(ids),
+        ends=[tokenizer.eos_id, *ends],
+        stop=[*stop, *stop_of_format],
     )
 
 
@@ -215,8 +219,7 @@ def results(
         while not generation.ended:
             generation.more()
         return [[*row, *new] for row, new in zip(rows, generation.ids, strict=True)]
-    follows = prompt.form == "text"
-    new = generate(generation, tokenizer, rows, prompt.stop, follows)
+    new = generate(generation, tokenizer, rows, prompt.stop, follows=prompt.form == "text")
     samples = len(rows) // len(prompt.ids)
     return [prompt.texts[i // samples] + text for i, text in enumerate(new)]
 
@@ -257,5 +260,4 @@ class Conversation:
 
     def answered(self, text: str, ids: Sequence[int]) -> None:
         """Adds the model's turn: its text, and the ids that it was."""
-        turns = [*self._first, *self._turns]
-        self._turns.append(self._template.parse_answer(turns, text, ids))
+        self._turns.append(self._template.parse_answer([*self._first, *self._turns], text, ids))

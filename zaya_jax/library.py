@@ -314,9 +314,8 @@ class LanguageModel:
             seed=seed,
             ends=[*parsed.ends, *ends],
         )
-        follows = parsed.form == "text"
         for (new,) in generation.stream(
-            continued, self.tokenizer, parsed.ids, parsed.stop, follows
+            continued, self.tokenizer, parsed.ids, parsed.stop, follows=parsed.form == "text"
         ):
             yield new
 
@@ -554,8 +553,9 @@ def load(
     places = functions.shardings(settings, device_mesh) if device_mesh else None
     params, balance = model.load_weights(places)
     origin = dataclasses.replace(model, source=exchange.InMemory({}))
-    tokenizer = model.tokenizer()
-    return LanguageModel(settings, params, balance, tokenizer, device_mesh, model.name, origin)
+    return LanguageModel(
+        settings, params, balance, model.tokenizer(), device_mesh, model.name, origin
+    )
 
 
 def train(

@@ -503,15 +503,13 @@ class Loop:
             except Exception as error:  # such as too little memory: the run itself is complete
                 logs.say(f"warning: no sample ({config_lib.first_line(error)})")
             write_report(self.workdir)
-        tokens = self.plan.tokens_of_step(last)
-        logs.say(notes.done_line(last, tokens, unsound, self.workdir))
+        logs.say(notes.done_line(last, self.plan.tokens_of_step(last), unsound, self.workdir))
         return code
 
     def mesh_change(self) -> int:
         """The next phase has another mesh, which needs a new start."""
-        end = self.planned.end
-        line = notes.mesh_change_line(self.planned.recipe, end)
-        return self._end(end, cli.PREEMPTED, line, retry_copies=True)
+        line = notes.mesh_change_line(self.planned.recipe, self.planned.end)
+        return self._end(self.planned.end, cli.PREEMPTED, line, retry_copies=True)
 
     def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from zaya_jax.cluster.rank import LostProcess
 from zaya_jax.config import StorageError, UserError
@@ -68,7 +68,7 @@ def within(seconds: float, function: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def now(code: int, line: str = "") -> None:
+def now(code: int, line: str = "") -> NoReturn:
     """Ends the process."""
 
     def last_words() -> None:

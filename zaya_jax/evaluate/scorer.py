@@ -112,6 +112,7 @@ def batches(
         size = max(min(rounded(length, SHORTEST), longest or sys.maxsize), length)
         by_size.setdefault(size, []).append(number)
     for size in sorted(by_size, reverse=True):
-        count = power_of_two(tokens // size, up=False)
-        for numbers in itertools.batched(by_size[size], count):
+        most = max(tokens // size, 1)
+        # The last power of two up to these.
+        for numbers in itertools.batched(by_size[size], 1 << (most.bit_length() - 1)):
             yield list(numbers), size
