@@ -421,8 +421,8 @@ class _RecordingDevices(Devices):
 
 
 def roomy(rows: int, columns: int, longest: int) -> tuple[int, int]:
-    """A shape of few with room for so many rows and columns: each is a program, which takes seconds
-    to compile.
+    """One of a few shapes, with room for these rows and columns: each shape is a program, which
+    takes seconds to compile.
 
     Rows are a power of two, columns one of decode.SHORT_PIECES or at most a third more, and at most
     `longest`.

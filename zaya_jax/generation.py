@@ -33,7 +33,7 @@ def stream(
     """The text that each row gains, as it comes; `prompts` are the ids that `rows` continues.
 
     With `follows` a row's text continues its prompt; otherwise it stands alone, as an answer does.
-    A row that a stop string ends keeps in `rows.ids` the ids of its text alone.
+    A row that a stop string ends keeps in `rows.ids` only the ids of its text.
     """
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     while not rows.ended:
@@ -117,7 +117,7 @@ class Text:
 
 
 def _spelling(length: int, ids: Sequence[int], text: Text) -> list[int]:
-    """The first ids that spell so many characters of a text, as few as there are."""
+    """The fewest first ids that spell this many characters of a text."""
     lengths = itertools.accumulate(len(text.add([token])) for token in ids)
     return [*ids[: sum(shorter < length for shorter in lengths) + (length > 0)]]
 
@@ -148,8 +148,8 @@ class ParsedPrompt:
 def parse_prompt(
     prompt: Any, tokenizer: Tokenizer | None, source: str, stop: Sequence[str] = ()
 ) -> ParsedPrompt:
-    """What a caller gives, and with which strings it is to stop; UserError if it is not a prompt,
-    or needs a tokenizer that is not there."""
+    """What a caller gives, and the strings that end its continuations; UserError if it is not a
+    prompt, or needs a tokenizer that is not there."""
     _check_stop(stop)
     if isinstance(prompt, jax.Array):  # whose items would be arrays too, where NumPy's are numbers
         prompt = np.asarray(prompt)
@@ -196,7 +196,7 @@ def parse_prompt(
 
 
 def _check_stop(stop: Any) -> None:
-    """UserError for what is no list of texts; a text alone would be taken as its characters."""
+    """UserError unless it is a list of texts; a single text would be taken as its characters."""
     if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
         raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
 

@@ -69,7 +69,7 @@ class Trace:
     # [L, B, S, D], of the chosen expert, before its p; zero where a token skips
     expert_outputs: np.ndarray | None
     attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
-    # [L, B, S, heads, channels], as attention gets them; with attention alone
+    # [L, B, S, heads, channels], as attention gets them; only with `attention`
     queries: np.ndarray | None
     keys: np.ndarray | None
     values: np.ndarray | None
@@ -196,7 +196,7 @@ class LanguageModel:
         ((2, 2, 7, 16), (2, 2, 7), (2, 2, 4, 7, 7))
         """
         if attention and self.mesh is not None:
-            raise UserError("attention is seen on one device alone; load the model without a mesh")
+            raise UserError("attention is traced only on one device; load the model without a mesh")
         if attention and "hybrid_linear" in self.config.model.kinds:
             raise UserError(
                 "a layer of linear attention gives no key a weight; trace with attention=False"
@@ -571,7 +571,7 @@ def train(
     TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a
     second one ends the whole process at once. The model lies on the run's mesh if that has several
     devices. `tracker` is called with each step and its figures, in a thread of its own; each of
-    `observers` after every so many steps, with the state too (`zj.Observer`).
+    `observers` after every `every` steps, with the state too (`zj.Observer`).
 
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True

@@ -20,7 +20,7 @@ class Progress(tqdm):
         super().__init__(unit_scale=True, dynamic_ncols=not self._in_log, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Shows the bar, or with "" nothing any more."""
+        """Shows the bar; "" removes it."""
         if not self._in_log:
             super().display(msg, pos)
         elif msg is None:

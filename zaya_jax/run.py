@@ -77,7 +77,7 @@ def train(
             # Until here a signal ends the process at once, since there is nothing to save; from here
             # on the loop saves, then stops. Made once: a signal before a rollback still counts.
             stop = stop or multihost.StopSignal()
-            # Last, and for so long at most: a reader may wait for a disk that hangs.
+            # The loop's last; within PATIENCE, since a reader may wait for a disk that hangs.
             at_end.callback(leaving.within, leaving.PATIENCE, loop.stream.close)
             at_end.push(loop.on_exit)
             at_end.callback(loop.profile.stop)

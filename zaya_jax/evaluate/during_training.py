@@ -145,7 +145,7 @@ class TaskScores:
             for label, (value, _) in table.items():
                 metric = label.replace(" (", "/").removesuffix(")")  # "acc (strict)": a filter's
                 metrics[f"eval/{task}/{metric}"] = value
-        # lm-eval may give them to process 0 alone (LOCAL_RANK).
+        # lm-eval may give them only to process 0 (LOCAL_RANK).
         metrics = multihost.broadcast_from_zero("scores of tasks", lambda: metrics)
         shown = ", ".join(f"{name.removeprefix('eval/')} {x:.4f}" for name, x in metrics.items())
         logs.say(f"step {now.number} | tasks: {shown}")

@@ -102,7 +102,7 @@ def documents(
     `limit`.
 
     `skipped` is called with a line for each sample left out: files that are not text, texts of
-    white space alone.
+    only white space.
     """
     if prepared_store.is_prepared(path):
         return itertools.islice(_of_prepared(path, tokenizer), limit)

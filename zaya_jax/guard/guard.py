@@ -127,7 +127,7 @@ class Guard:
             return None
         if finding.kind == "irreproducible":
             self._reproducible = False
-            self._tell("irreproducible", step, finding.why, "gradients are not compared any more")
+            self._tell("irreproducible", step, finding.why, "gradients are no longer compared")
             return None
         saved = wait_for_saved_steps()
         hosts = multihost.gather_to_zero("hosts", socket.gethostname())

@@ -139,7 +139,7 @@ class Parent:
             )
             raise UserError(
                 f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what"
-                " differs, or begin with its weights alone, by config.run.init_from"
+                " differs, or begin with only its weights, by config.run.init_from"
             )
         return self._source.restore(abstract, locations)
 

@@ -2,7 +2,7 @@
 
     pace.begin("step", number, program)   waits for a batch; the first call of a program counts as "compile"
     pace.mark_dispatch()                  the step's program is called
-    pace.at(section, number, mark)        any other place; pace.mark(mark) changes the mark alone
+    pace.at(section, number, mark)        any other place; pace.mark(mark) changes only the mark
     pace.lap()                            reports the times of the step that has ended
     pace.start(); pace.end_step()         seconds from the end of one step to that of the next,
     with pace.outside_a_step(): ...       without what runs in here: evaluations, replays

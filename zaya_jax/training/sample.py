@@ -27,7 +27,7 @@ BYTES = 6
 def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: ArraySource) -> None:
     """Writes sample.txt, or says why not. `config` is that of the step's phase.
 
-    In process 0 alone, when the training's state is gone from its device; `source` has the weights
+    Only in process 0, when the training's state is gone from its device; `source` has the weights
     of the step.
     """
     path = workdir / "sample.txt"

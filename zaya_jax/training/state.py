@@ -3,13 +3,13 @@ checkpoints.
 
 state = {"params", "optimizer", "balance"}      with `run.lora` params are adapters, and "frozen"
                                                 the weights under them (`lora.abstract_base`)
-                                                with `run.preference` alone "frozen" are the first weights
+                                                with only `run.preference` "frozen" are the first weights
 
 Some params may be bfloat16 copies, whose float32 weights their owners have in "optimizer"
 (`precision.weights`).
 
 setup = states.set_up(config, mesh)        the optimizer, and how the state lies
-state = states.init(config, setup)         or, of shapes and shardings alone, states.abstract(..)
+state = states.init(config, setup)         or, only its shapes and shardings, states.abstract(..)
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def _initial_state(config: Config, setup: Setup, params: Any = None) -> dict[str
 
 
 def init(config: Config, setup: Setup, params: Any = None) -> dict[str, Any]:
-    """The state before the first step: a function of the seed alone, or of the given weights,
+    """The state before the first step: a function only of the seed, or of the given weights,
     whatever the mesh; without frozen weights."""
     make = functools.partial(_initial_state, config, setup)
     with jax.default_matmul_precision(config.precision.matmul):
