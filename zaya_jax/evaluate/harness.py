@@ -183,9 +183,7 @@ class _Answers:
                 )
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with _progress(len(rows), "log-likelihoods", disable_tqdm) as bar:
-            scores = Scorer(self._model, self._tokens)(
-                rows, lambda numbers: bar.update(len(numbers))
-            )
+            scores = Scorer(self._model, self._tokens)(rows, lambda batch: bar.update(len(batch)))
         return [
             (float(log_probs.sum(dtype="float64")), bool(likeliest.all()))
             for log_probs, likeliest in scores

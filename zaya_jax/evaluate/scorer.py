@@ -53,23 +53,24 @@ class Scorer:
     def __call__(
         self,
         rows: Sequence[TokenRow],
-        on_batch: Callable[[list[int]], object] = lambda numbers: None,
+        on_batch: Callable[[list[TokenRow]], object] = lambda batch: None,
     ) -> list[Scores]:
-        """`on_batch` is called with the numbers of the rows of each finished batch."""
+        """`on_batch` is called with the rows of each finished batch."""
         lengths = [len(row.ids) - 1 for row in rows]
         # where each row's scores begin in the results
         begins = np.cumsum([0, *(len(row.ids) - row.first for row in rows)])
         log_probs, likeliest = np.zeros(begins[-1], np.float32), np.zeros(begins[-1], bool)
         longest = self.model.config.model.max_position_embeddings
         for turn, (numbers, length) in enumerate(batches(lengths, self._tokens, longest)):
+            batch = [rows[number] for number in numbers]
             if turn % self._processes == self._process:
-                scores = self._score([rows[number] for number in numbers], length)
+                scores = self._score(batch, length)
                 for i, number in enumerate(numbers):
                     scored = slice(rows[number].first - 1, lengths[number])
                     target = slice(begins[number], begins[number + 1])
                     log_probs[target] = scores[0][i, scored]
                     likeliest[target] = scores[1][i, scored]
-            on_batch(numbers)
+            on_batch(batch)
         if self._processes > 1:
             log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
         return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]

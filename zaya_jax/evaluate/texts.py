@@ -204,14 +204,13 @@ def evaluate(
     on_tokens: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
     """The loss over documents; `on_tokens` is called with the number of tokens of each batch."""
+
+    def report(batch: list[TokenRow]) -> None:
+        on_tokens(sum(len(row.ids) - row.first for row in batch))
+
     loss = Loss()
     rows = _rows(documents, context, loss)
     for some in itertools.batched(rows, max(TOKENS_AT_A_TIME // context, 1)):
-        counts = [len(mask) for *_, mask in some]
-
-        def report(numbers: list[int], counts: list[int] = counts) -> None:
-            on_tokens(sum(counts[number] for number in numbers))
-
         scores = scorer([row for row, *_ in some], report)
         for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
             positions = np.arange(first, first + len(mask))
