@@ -180,7 +180,7 @@ def already_complete(opened: OpenedRun) -> int:
     code = final_code(figures, opened.meta.get("unsound", 0), updates)
     uncopied_steps = opened.store.close()
     if uncopied_steps:
-        code = cli.STORAGE
+        code = cli.STORAGE  # the next start copies again, and judges the run again
     if multihost.is_writer():
         start.restore_tokenizer(opened.workdir, opened.planned.tokenizer, opened.meta)
         logs.say(notes.complete_line(recipe, opened.workdir, write_report(opened.workdir)))
@@ -211,7 +211,7 @@ class Loop:
         self.train_program = functools.cache(self._train_program)
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
-        self.ended = ""  # an observer's reason to end the run
+        self.end_reason = ""  # an observer's, why the run ends
         self.pace = Pace(jax.devices()[0])
         self.evaluation = Evaluation(self.planned, self.pace)
         self.tasks: Any = None  # lm-eval's
@@ -298,8 +298,8 @@ class Loop:
                 return self.go_back(number)
             # Checked before the stop signal, whose exit code makes a supervisor restart the run.
             # The last step ends by itself.
-            if self.ended and number < self.planned.recipe.last_step:
-                line = f"{self.ended}: ends after step {number}; saved"
+            if self.end_reason and number < self.planned.recipe.last_step:
+                line = f"{self.end_reason}: ends after step {number}; saved"
                 return self._end(number, cli.DONE, line, retry_copies=True)
             if stopping:
                 return self.stopped(number)
@@ -378,10 +378,10 @@ class Loop:
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
         # After a spike the run goes back.
-        if (due_save or ends_here or self.ended) and not self.guard.spike:
+        if (due_save or ends_here or self.end_reason) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
-            wait = bool(ends_here or self.ended)
+            wait = bool(ends_here or self.end_reason)
             self.save(number, now.tokens_after, self.last_saved_figures, wait)
 
     def evaluations_due(self, now: Step) -> list:
@@ -405,7 +405,7 @@ class Loop:
             try:
                 observed |= observer.after_step(number, self.state, observed | figures) or {}
             except EndRun as end:
-                self.ended = str(end) or "no reason given"
+                self.end_reason = str(end) or "no reason given"
         return observed
 
     def save(self, number: int, tokens: int, figures: dict, wait: bool) -> None:
@@ -493,7 +493,7 @@ class Loop:
         code = final_code(self.last_saved_figures, unsound, last - self.plan.steps_before)
         uncopied_steps = self.store.close()
         if uncopied_steps:
-            code = cli.STORAGE
+            code = cli.STORAGE  # the next start copies again, and judges the run again
         self.state = None  # frees its memory for the sample
         if multihost.is_writer():
             phase_config = self.planned.recipe.phase_of_step(last).config
