@@ -82,11 +82,12 @@ class Figures:
         assert self._pending is not None
         (now, figures, seconds), self._pending = self._pending, None
         self._pace.mark("wait")
-        figures = nan_without_targets(jax.device_get(figures))
+        figures = {"tokens": now.tokens_after, **jax.device_get(figures)}
         self._pace.mark("figures")
         seconds = seconds or self._pace.end_step()
+        if figures.get("target_tokens", figures.get("pairs")) == 0:
+            figures["loss"] = np.nan  # the batch had nothing to learn
         tokens = now.sequences * now.phase.seq_len
-        figures = {"tokens": now.tokens_after, **figures}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:
             model = self._recipe.phases[now.phase_index].config.model
@@ -137,13 +138,6 @@ class Figures:
         """Closes the files without the figures that are not read yet."""
         self._pending = None
         self.close()
-
-
-def nan_without_targets(figures: dict) -> dict:
-    """The figures, with a loss of nan where the batch had nothing to learn."""
-    if figures.get("target_tokens", figures.get("pairs")) == 0:
-        return figures | {"loss": np.nan}
-    return figures
 
 
 def final_code(figures: dict, unsound: int, steps: int) -> int:
