@@ -114,10 +114,16 @@ class Parser(argparse.ArgumentParser):
     def add_own_parts(self) -> None:
         """--layer, --router and --changed_source, which `own_parts` gives to `library.load`."""
         for part in ("layer", "router"):
-            help = f"the {part} of your own that the run was trained with"
-            self.add_argument(f"--{part}", metavar="MODULE:CLASS", help=help)
-        help = "load it although the file of the --layer or --router has changed since"
-        self.add_argument("--changed_source", action="store_true", help=help)
+            self.add_argument(
+                f"--{part}",
+                metavar="MODULE:CLASS",
+                help=f"the {part} of your own that the run was trained with",
+            )
+        self.add_argument(
+            "--changed_source",
+            action="store_true",
+            help="load it although the file of the --layer or --router has changed since",
+        )
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""

@@ -546,8 +546,7 @@ def load(
         print(f"note: {model.name}{model.source.warning}")
     if dtype is None and isinstance(model.source, hf.Directory):  # it is being imported now
         dtype = "float32"
-    settings = dataclasses.replace(model.config, model=model.model)
-    settings = arguments.with_dtype(settings, dtype)
+    settings = arguments.with_dtype(dataclasses.replace(model.config, model=model.model), dtype)
     settings, device_mesh = arguments.with_mesh(settings, mesh)
     kernels.choose_tiles(settings, jax.devices()[0])
     places = functions.shardings(settings, device_mesh) if device_mesh else None

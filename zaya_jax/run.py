@@ -226,8 +226,7 @@ class Loop:
     def _record_and_make_state(self) -> None:
         """Records the start, then makes the state; from here on the stream sends batches."""
         opened, planned = self.opened, self.planned
-        lineage = opened.meta.get("lineage", [])
-        record_start(self.workdir, self.config, planned.tokenizer, lineage)
+        record_start(self.workdir, self.config, planned.tokenizer, opened.meta.get("lineage", []))
         if opened.decided and multihost.is_writer():
             decisions.write(self.workdir, opened.decided)
         # Other processes read what process 0 has just written.
@@ -466,8 +465,8 @@ class Loop:
         if self.faults:
             skipped = decisions.skipped_batches(self.opened.decided)
             batch = self.faults.batch(batch, number, skipped)
-        micro_batches = self.plan.step(number).micro_batches
-        return steps.put_batch(self.mesh, batch, micro_batches, self.planned.setup.spread)
+        step = self.plan.step(number)
+        return steps.put_batch(self.mesh, batch, step.micro_batches, self.planned.setup.spread)
 
     def _train_program(self, phase_index: int) -> Any:
         """A phase's training step."""
@@ -524,8 +523,10 @@ class Loop:
 
     def unhealthy(self, number: int) -> int:
         """Too many steps in a row had no sound update."""
-        what = notes.no_effect_line(self.figures.unsound)
-        line = f"error: {what}; see loss and grad_norm in {self.figures.writer.path}."
+        line = (
+            f"error: {notes.no_effect_line(self.figures.unsound)}; see loss and grad_norm in"
+            f" {self.figures.writer.path}."
+        )
         return self._end(number, cli.UNHEALTHY, line, retry_copies=True, suggest_checkpoint=True)
 
     def wrong_device(self, wrong: dict) -> int:

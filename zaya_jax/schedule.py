@@ -157,8 +157,7 @@ def make_plan(config: Config) -> Plan:
     stop there.
     """
     whole_run = _segments(config)
-    segments = _remaining(whole_run, config)
-    plan = Plan(segments, config.schedule, config.optim.lr)
+    plan = Plan(_remaining(whole_run, config), config.schedule, config.optim.lr)
     whole_plan = dataclasses.replace(plan, segments=tuple(whole_run))
     return dataclasses.replace(plan, decay_begin=_decay_begin(plan, whole_plan, config))
 
