@@ -423,6 +423,17 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(
     )
 
 
+def test_a_fork_notes_other_tiles_than_its_parent_s(parent, tmp_path, capsys, monkeypatch):
+    tiles = {"kernels": {"a": 1}, "summary": "tiles: 1"}
+    monkeypatch.setattr(run_lib.kernels, "choose_tiles", lambda *args, **_: tiles)
+    assert fork_train(parent, tmp_path / "run", run__num_steps=2) == cli.DONE
+    keys = {"run__num_steps": 4, "run__fork": str(tmp_path / "run")}
+    for name, found, noted in (("same", {"a": 1}, False), ("others", {"a": 2}, True)):
+        tiles = tiles | {"kernels": found}
+        assert fork_train(parent, tmp_path / name, **keys) == cli.DONE
+        assert ("our kernels, or their tiles, are not those" in capsys.readouterr().out) == noted
+
+
 @pytest.fixture
 def damageable(parent, tmp_path):
     """A copy of the parent's run that may be damaged."""

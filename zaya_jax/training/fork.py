@@ -112,6 +112,7 @@ class Parent:
             "data": pipeline.forked(meta["data"]),
             "config": config_lib.to_dict(config),
             "metrics": meta.get("metrics") or {},
+            "kernels": meta.get("kernels"),  # a note says so if the fork has others
             "lineage": [from_here, *meta.get("lineage", [])],
         }
 
