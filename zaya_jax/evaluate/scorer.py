@@ -113,7 +113,7 @@ def batches(
         size = max(min(rounded(length, SHORTEST), longest or sys.maxsize), length)
         by_size.setdefault(size, []).append(number)
     for size in sorted(by_size, reverse=True):
-        most = max(tokens // size, 1)
-        # The last power of two up to these.
-        for numbers in itertools.batched(by_size[size], 1 << (most.bit_length() - 1)):
+        # As many rows as there is room for, rounded down to a power of two.
+        count = 1 << (max(tokens // size, 1).bit_length() - 1)
+        for numbers in itertools.batched(by_size[size], count):
             yield list(numbers), size
