@@ -58,7 +58,6 @@ CASES = [
     ("model.intermediate_size", 64, {}, "model.model_type is not dense", DENSE),
     ("model.sliding_window", 4, {}, "is hybrid_sliding", SLIDING),
     ("model.sliding_window", 4, {}, "is hybrid_sliding", OWN_LAYER),
-    ("balance.lr", 0.1, {"balance.enabled": False}, "balance.enabled is False", {}),
     ("precision.matmul", "highest", {"precision.compute": "bfloat16"}, "bfloat16", FLOAT32),
     ("guard.spike_deviations", 9.0, {"guard.spike_steps": 0}, "guard.spike_steps is 0", {}),
     ("guard.rollbacks", 2, {"guard.spike_steps": 0}, "guard.spike_steps is 0", {}),

@@ -96,11 +96,6 @@ TABLE = (
         lambda c: "hybrid_sliding" not in c.model.kinds and not c.model.layer,
     ),
     Unused(
-        ("balance.lr", "balance.b1", "balance.b2"),
-        "balance.enabled is False",
-        lambda c: not c.balance.enabled,
-    ),
-    Unused(
         ("precision.matmul",),
         "precision.compute is bfloat16",
         lambda c: c.precision.compute == "bfloat16",
