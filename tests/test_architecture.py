@@ -26,7 +26,7 @@ BUDGET = {
     "zaya_jax/data": 1_245,
     "zaya_jax/evaluate": 535,
     "zaya_jax/guard": 660,
-    "zaya_jax/hardware": 605,
+    "zaya_jax/hardware": 625,
     "zaya_jax/model": 1_650,
     "zaya_jax/optim": 1_460,
     "zaya_jax/parallel": 1_036,

@@ -107,8 +107,7 @@ class Parser(argparse.ArgumentParser):
             from zaya_jax.model.own_parts import as_named  # brings JAX, 1 s
 
             options.config = as_named(options.config)
-        if options.config.hardware.figures:
-            sizing.set_for_platform(options.config.hardware.figures)
+        sizing.set_for_platform(options.config)
         return options
 
     def add_own_parts(self) -> None:

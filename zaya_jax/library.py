@@ -580,7 +580,7 @@ def train(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = arguments.config_of(config)
-    sizing.set_for_platform(settings.hardware.figures)
+    sizing.set_for_platform(settings)
     folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with leaving.signals_as_they_were():
         code = run.train(settings, folder, None, tracker, observers)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
     jax.config.update("jax_platforms", "cpu")  # nothing is asked of GPUs that may be here
     segments = _segments(config, args.phase)
-    devices = targets.devices(args.target, args.devices, config.hardware.figures)
+    devices = targets.devices(args.target, args.devices, config)
     capacity, cluster = None, None
     if args.target != "cpu":
         capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)

@@ -1,13 +1,8 @@
 """A dense model of 7B parameters: the shape on which tensor-and-sequence parallelism (TSP) is
 compared.
 
-    XLA_FLAGS=--xla_gpu_enable_pipelined_reduce_scatter=false \
     python -m experiments.pretrain --config=experiments/configs/dense_7b.py --workdir=runs/dense_7b \
         --config.data.tokenizer=TOKENIZER --config.data.path=PREPARED
-
-With that flag on, as our programs set it for fsdp, jax 0.12.0's compiler for GPUs ends this step in
-"Check failed: ... Cannot index into a leaf node" (compiled for absent MI300X and H200, 27 November
-2026).
 
 Hardware: one node of 8 MI300X, which share every sequence of 131,072 tokens and every matrix
 (mesh.tsp). Expected: no run of it is published; `benchmarks/tsp.md` has its memory and traffic

@@ -17,6 +17,7 @@ from refusals import check_refused
 from pallas_kernels.timing import Timing
 from tools import reference
 from zaya_jax import cli, config
+from zaya_jax.config.keys import Config, Mesh, Phase, Schedule
 from zaya_jax.hardware import measured, sizing
 from zaya_jax.hardware.measured import Product, ProductShape
 
@@ -240,6 +241,20 @@ def test_the_installed_jaxlib_knows_every_flag():
     assert done.returncode == 0, done.stderr[-2000:]
     unknown = start_jax("--xla_gpu_no_such_flag=1")  # else the above would show nothing
     assert unknown.returncode != 0 and "xla_gpu_no_such_flag" in unknown.stderr
+
+
+def test_a_step_with_tsp_goes_without_the_pass_that_ends_it():
+    """XLA pipelines reduce-scatters for fsdp; in a large step with tsp that is a failed check."""
+    name, tsp = "xla_gpu_enable_pipelined_reduce_scatter", Mesh(tensor=2, tsp=True)
+    environ = {"JAX_PLATFORMS": "cuda"}
+    sizing.set_for_platform(environ=environ)  # as at a program's start, before it has a config
+    assert f"--{name}=true" in environ["XLA_FLAGS"].split()
+    phases = Schedule(phases=(Phase(), Phase(mesh=tsp)))
+    for asked in (Config(mesh=tsp), Config(schedule=phases)):
+        assert sizing.compiler_flags("rocm", asked)[name] == "false"
+    sizing.set_for_platform(Config(mesh=tsp), environ)
+    assert f"--{name}=false" in environ["XLA_FLAGS"].split()
+    assert f"--{name}=true" not in environ["XLA_FLAGS"].split()
 
 
 def test_what_the_user_set_stays():

@@ -263,8 +263,8 @@ MEMORY_SHARE = 0.90
 SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
-def compiler_flags(platform: str, figures: str = "") -> Flags:
-    """All flags of a platform. Collectives of one kind become one call, up to a fusion buffer's
+def compiler_flags(platform: str, config: Config | None = None) -> Flags:
+    """All flags of a platform, for this config. Collectives of one kind become one call, up to a fusion buffer's
     bytes.
 
     The gradient itself is in buckets of one array already (zaya_jax/optim/zero: 2 GB and more at
@@ -275,10 +275,17 @@ def compiler_flags(platform: str, figures: str = "") -> Flags:
     values must not wait for each other.
     """
     chip = {"rocm": "mi300x", "cuda": "h200"}[platform]  # for all of its maker's
-    size = value("fusion buffers", chip, figures_at(figures)).value
+    config = config or Config()
+    size = value("fusion buffers", chip, figures_at(config.hardware.figures)).value
     names = (f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes" for kind in COMBINED)
     permute = {"xla_gpu_collective_permute_combine_threshold_bytes": 4 * MIB}
-    return {**PLATFORMS[platform], **dict.fromkeys(names, size), **permute}
+    flags = {**PLATFORMS[platform], **dict.fromkeys(names, size), **permute}
+    meshes = [config.mesh, *(phase.mesh for phase in config.schedule.phases)]
+    if any(mesh and mesh.tsp for mesh in meshes):
+        # XLA's pass ends a large step with tsp in a failed check (jax 0.12.0, dense_7b on either
+        # maker's chip).
+        flags["xla_gpu_enable_pipelined_reduce_scatter"] = "false"
+    return flags
 
 
 def platform(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -300,16 +307,18 @@ def merged(present: str, wanted: Flags) -> str:
     return " ".join([*present.split(), *added])
 
 
-def set_for_platform(figures: str = "", environ: MutableMapping[str, str] = os.environ) -> None:
+def set_for_platform(
+    config: Config | None = None, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Adds this platform's flags to XLA_FLAGS, before anything asks JAX for a device.
 
     Flags already there stay as they are, but published values of ours, which an earlier call or the
-    program that started this one has set, give way to those of `config.hardware.figures`.
+    program that started this one has set, give way to those of the config.
     """
     if name := platform(environ):
         ours = merged("", compiler_flags(name)).split()
         kept_flags = [word for word in environ.get("XLA_FLAGS", "").split() if word not in ours]
-        environ["XLA_FLAGS"] = merged(" ".join(kept_flags), compiler_flags(name, figures))
+        environ["XLA_FLAGS"] = merged(" ".join(kept_flags), compiler_flags(name, config))
         if not any(map(environ.get, SHARE_VARIABLES)):  # JAX refuses both together
             environ[SHARE_VARIABLES[0]] = str(MEMORY_SHARE)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zaya_jax.config import UserError
+from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import chips, clusters, sizing
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
@@ -99,7 +99,7 @@ def memory_for_jax(name: str) -> int:
     return int(TARGETS[name].memory * sizing.memory_share())
 
 
-def devices(name: str, count: int, figures: str = "") -> list[Any]:
+def devices(name: str, count: int, config: Config | None = None) -> list[Any]:
     """So many devices of a kind, in nodes of at most eight; UserError where their compiler is not
     installed.
 
@@ -117,7 +117,7 @@ def devices(name: str, count: int, figures: str = "") -> list[Any]:
 
     target = TARGETS[name]
     os.environ["XLA_FLAGS"] = sizing.merged(
-        os.environ.get("XLA_FLAGS", ""), sizing.compiler_flags(target.platform, figures)
+        os.environ.get("XLA_FLAGS", ""), sizing.compiler_flags(target.platform, config)
     )
     jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
     _register(target.platform)
