@@ -7,7 +7,6 @@ import tiny_runs
 import zaya_jax as zj
 from zaya_jax import cli, config
 from zaya_jax.config import Mesh, Phase
-from zaya_jax.model.own_parts import as_named
 from zaya_jax.training import start, unused
 
 TWO_PHASES = (Phase(tokens=256, seq_len=8), Phase(tokens=256, seq_len=16))
@@ -147,8 +146,8 @@ def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):
     text = tiny_runs.write_corpus(tmp_path / "text")
     keys = {"data.path": text, "run.num_steps": 4, "run.beta": 0.3}
     keys |= {"mesh.fsdp": True, "mesh.ring": True, "log.profile": "9:2"}
-    keys |= {"optim.rows": ("layers/share=adamw",), "model.layer": "zaya_jax.model.layer:Layer"}
-    settings = as_named(tiny_runs.settings(**keys))
+    keys |= {"optim.rows": ("layers/share=adamw",)}
+    settings = tiny_runs.settings(**keys)
     recipe, tokenizer = start.load_recipe(settings, tmp_path / "run")
     said = [x for x in start.plan_start(0, recipe, tokenizer).notes if "no effect" in x]
     assert len(jax.devices()) > 1  # so that fsdp has one

@@ -173,7 +173,7 @@ def notes_of_start(
         lines.append(_sentence(named, "the axis that it is about has one device here"))
     patterns = {rule.pattern for rule in rules.values()}
     rows = [row for row in recipe.config.optim.rows if row.rpartition("=")[0] not in patterns]
-    if rows and (recipe.config.model.layer or recipe.config.model.router):
+    if rows:
         lines.append(_sentence([f"config.optim.rows={tuple(rows)}"], "no weight has such a path"))
     if profile and not reached < int(profile.partition(":")[0]) <= recipe.last_step:
         steps = f"this start has steps {reached + 1} to {recipe.last_step}"
