@@ -14,34 +14,34 @@ PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
 MAX_LINES = 600  # of a file
 LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 
-# Statements (`ast.stmt`) at most. Wrapping a line adds none, so packing saves nothing. A row has
-# some 3% of air for mends; whoever needs more takes something away first, or raises the row with
-# its reason.
+# Statements (`ast.stmt`) at most. Wrapping a line adds none, so packing saves nothing. A room has
+# some 3% of air for mends, the library and the tests as a whole 1%; whoever needs more takes
+# something away first, or raises the row with its reason.
 BUDGET = {
-    "zaya_jax/aegis": 2_560,
-    "zaya_jax/checkpoint": 2_600,
-    "zaya_jax/cluster": 1_130,
-    "zaya_jax/compiled": 645,
-    "zaya_jax/config": 665,
-    "zaya_jax/data": 1_245,
-    "zaya_jax/evaluate": 535,
+    "zaya_jax/aegis": 2_635,
+    "zaya_jax/checkpoint": 2_625,
+    "zaya_jax/cluster": 1_165,
+    "zaya_jax/compiled": 660,
+    "zaya_jax/config": 670,
+    "zaya_jax/data": 1_270,
+    "zaya_jax/evaluate": 545,
     "zaya_jax/guard": 660,
-    "zaya_jax/hardware": 625,
-    "zaya_jax/model": 1_650,
-    "zaya_jax/optim": 1_460,
-    "zaya_jax/parallel": 1_036,
-    "zaya_jax/plan": 900,
-    "zaya_jax/pytorch": 1_210,
-    "zaya_jax/report": 1_335,
-    "zaya_jax/text": 2_250,
-    "zaya_jax/training": 1_830,
-    "zaya_jax/*.py": 1_545,
-    "zaya_jax": 23_660,
-    "pallas_kernels": 3_825,
-    "experiments": 2_645,
-    "benchmarks": 2_190,
-    "tools": 1_830,
-    "tests": 17_630,
+    "zaya_jax/hardware": 630,
+    "zaya_jax/model": 1_695,
+    "zaya_jax/optim": 1_475,
+    "zaya_jax/parallel": 1_040,
+    "zaya_jax/plan": 925,
+    "zaya_jax/pytorch": 1_235,
+    "zaya_jax/report": 1_370,
+    "zaya_jax/text": 2_310,
+    "zaya_jax/training": 1_880,
+    "zaya_jax/*.py": 1_585,
+    "zaya_jax": 23_865,
+    "pallas_kernels": 3_900,
+    "experiments": 2_725,
+    "benchmarks": 2_225,
+    "tools": 1_875,
+    "tests": 17_790,
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
