@@ -4,11 +4,12 @@ faults.
     python -m tools.chaos --workdir=DIR [--minutes=10] [--seed=0]
 
 One agent with four processes of a small model on this machine's CPU. Faults come in random order
-(the hardware's last), each of them once before any comes again, each when the run has gone on from
-the one before. At the end the run is asked to save and stop. Then a second run of the same config,
-to which only the corrupt data and the not-finite gradients are done (at the same places), must have
-the same bits in its checkpoint of the same step. The exit code is 1 where a fault was not found,
-the run did not go on from one, or bits differ.
+(the hardware's last, and only once, since an agent reports a counter once an hour), each of them
+once before any comes again, each when the run has gone on from the one before. At the end the run
+is asked to save and stop. Then a second run of the same config, to which only the corrupt data and
+the not-finite gradients are done (at the same places), must have the same bits in its checkpoint of
+the same step. The exit code is 1 where a fault was not found, the run did not go on from one, or
+bits differ.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from zaya_jax.cluster import events
 from zaya_jax.cluster.events import RunEvent
 from zaya_jax.cluster.leaving import PREEMPTED
 from zaya_jax.config import UserError, files
+from zaya_jax.guard import decisions
 
 PROCESSES = 4
 PATIENCE = 180.0  # seconds until a fault must have been found, and until the run must have gone on
@@ -145,7 +147,7 @@ class Chaos:
             while left and agent.poll() is None:
                 self._hurt(left.pop())
                 if not left and time.monotonic() < until:
-                    left = self._shuffled(of)
+                    left = self._shuffled([fault for fault in of if not fault.hardware])
                     time.sleep(EXPLAINS)
             agent.send_signal(signal.SIGTERM)
             code = agent.wait(PATIENCE)
@@ -410,8 +412,10 @@ def _nonfinite(chaos: Chaos, victim: Victim) -> None:
 
 
 def _spike(chaos: Chaos, victim: Victim) -> None:
-    step = chaos.step() + 5
-    chaos.order(kind="data", first=step, last=step + 40)
+    # The order names places in the data, which are ahead of the steps after a rollback.
+    left_out = decisions.skipped_batches(decisions.read(chaos.workdir))
+    place = chaos.step() + 5 + sum(batches for _, batches in left_out)
+    chaos.order(kind="data", first=place, last=place + 40)
 
 
 def _memory(chaos: Chaos, victim: Victim) -> None:
