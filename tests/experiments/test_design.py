@@ -176,7 +176,7 @@ def test_any_number_of_devices_trains_at_any_context(devices, context, parts):
     assert way["mesh.context"] == parts
     config = search.configured(search.settings_of(search.base_shape(given), way))
     (segment,) = schedule.make_plan(config_lib.check(config)).segments
-    *_, sequences, _ = recipe.portion(config_lib.check(config), segment, devices)
+    *_, sequences, _ = recipe.place_segment(config_lib.check(config), segment, devices)
     assert sequences == way["data.global_batch"]
 
 
