@@ -63,6 +63,7 @@ CONFIG: dict[str, object] = {
     "precision.compute": "float32",
     "precision.newton_schulz": "float32",
     "guard.replay_every": 5,
+    "guard.rollbacks": 1000,  # of many rounds, each of which goes back several times
     "optim.lr": 0.01,
     "schedule.warmup_fraction": 1e-5,
     "run.num_steps": 10**6,  # so many that the learning rate does not depend on where it is stopped
