@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.cluster.connections import matches_shape
+from zaya_jax.config import files
 
 FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
@@ -121,8 +122,7 @@ def read(workdir: str | Path) -> list[RunEvent]:
 
 def _event(line: bytes) -> RunEvent:
     """An error if a field is of another type, or a number that others compute with is not valid."""
-    begin = line.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
-    message = json.loads(line[max(begin, 0) :])
+    message = files.last_record(line)
     fields = {name: message[name] for name in _FIELDS if name in message}
     for name, value in fields.items():
         if isinstance(value, str):

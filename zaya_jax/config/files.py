@@ -5,6 +5,7 @@ files.is_part_of(p, path)  whether a killed `write` left p
 files.existing(path)       the path, or the nearest folder above it that exists
 files.read_json(path)      its value; ValueError for any defect
 files.read_object(path)    the same, a dict; UserError for any defect
+files.last_record(line)    of a file of records that a kill may have cut short
 """
 
 import contextlib
@@ -70,3 +71,10 @@ def read_object(path: str | os.PathLike) -> dict[str, Any]:
             f"{path} holds {type(value).__name__}, expected a JSON object; copy it anew"
         )
     return value
+
+
+def last_record(line: bytes) -> Any:
+    """The last record in a line of a JSONL file whose records begin with "kind"; ValueError where
+    it is not whole. A record that a kill cut short has the next one behind it, in the same line."""
+    begin = line.rfind(b'{"kind"')
+    return json.loads(line[max(begin, 0) :])

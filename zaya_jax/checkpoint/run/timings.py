@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from zaya_jax.config import files
+
 TIMES = "checkpoint_times.jsonl"
 STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 
@@ -81,8 +83,7 @@ def read_timings(workdir: Path) -> dict[str, dict[int, StepTiming]]:
 
 
 def _add_line(line: bytes, timings: dict[str, dict[int, StepTiming]]) -> None:
-    begin = line.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
-    fields = json.loads(line[max(begin, 0) :])
+    fields = files.last_record(line)
     step, process, begun = fields["step"], fields["process"], fields["time"]
     num_bytes, stages = fields["bytes"], fields["stages"]
     by_step = timings[fields["kind"]]
