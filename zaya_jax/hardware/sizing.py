@@ -181,8 +181,8 @@ def two_levels_under(config: Config) -> int:
 
 
 def settled(config: Config, num_devices: int) -> Config:
-    """A phase's config with those switches of its mesh on that its figures ask for; `num_devices` is 0
-    where no devices are known."""
+    """A phase's config with those switches of its mesh on that its figures ask for; `num_devices` is
+    0 where no devices are known."""
     figures, mesh = figures_at(config.hardware.figures), config.mesh
     if not figures or mesh.context == 1 or mesh.tsp:
         return config
@@ -264,8 +264,8 @@ SHARE_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
 def compiler_flags(platform: str, config: Config | None = None) -> Flags:
-    """All flags of a platform, for this config. Collectives of one kind become one call, up to a fusion buffer's
-    bytes.
+    """All flags of a platform, for this config. Collectives of one kind become one call, up to a
+    fusion buffer's bytes.
 
     The gradient itself is in buckets of one array already (zaya_jax/optim/zero: 2 GB and more at
     ZAYA1's size) and passes every threshold; the arrays left to combine are the weights of one
