@@ -11,7 +11,7 @@ import pytest
 from made_run import checked, write_run
 
 from zaya_jax.aegis import accounts
-from zaya_jax.cluster.events import FILES, FOLDER, RunEvent
+from zaya_jax.cluster.events import FOLDER, OF_AGENT, RunEvent
 from zaya_jax.report import supervised, write_report
 from zaya_jax.report.read import LAST_LOSSES, Series, metrics, read_workdir
 
@@ -293,7 +293,7 @@ def befallen(faults=3):
 
 
 def write(folder, found):
-    path = folder / FOLDER / FILES["agent"]
+    path = folder / FOLDER / OF_AGENT
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(dataclasses.asdict(event)) + "\n" for event in found))
     return folder

@@ -100,12 +100,10 @@ class Agent:
             self.print_line(f"aegis: node {self.index} ends with {code}: {text}")
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
-        lost_events = self.keeper.log.lost
-        if self.keeper.lost or lost_events or self.terminal.lost:
+        if self.keeper.lost or self.terminal.lost:
             leaving.complain(
-                f"aegis: {self.keeper.lost:,} bytes and {lost_events} events for aegis/, and"
-                f" {self.terminal.lost:,} bytes for the terminal were not written: the disk or"
-                " terminal could not keep up"
+                f"aegis: {self.keeper.lost:,} bytes for aegis/ and {self.terminal.lost:,} for the"
+                " terminal were not written: the disk or terminal could not keep up"
             )
         self.selector.close()
         return code

@@ -11,8 +11,6 @@ ZAYA_NODE, ZAYA_GROUP and ZAYA_TEXT. A command that fails never fails the run, b
 """
 
 import abc
-import dataclasses
-import json
 import os
 import queue
 import subprocess
@@ -97,7 +95,7 @@ class Keeper(_Worker):
     """
 
     def __init__(self, workdir: Path):
-        self._workdir, self.log = workdir, events.EventLog(workdir, "agent")
+        self._workdir = workdir
         self._accepted, self._closing = False, threading.Event()
         super().__init__("keeper", MOST)
 
@@ -106,8 +104,8 @@ class Keeper(_Worker):
         self._put((name, data), len(data))
 
     def add(self, event: events.RunEvent) -> None:
-        """Adds a line to events.jsonl."""
-        self._put(event, 0)
+        """Adds a line to events.jsonl, however much waits."""
+        self._put((events.OF_AGENT, event.line().encode()), 0)
 
     def ended(self, code: int) -> None:
         """A process has ended: unless it refused the folder, a folder with a config is a run's."""
@@ -130,10 +128,7 @@ class Keeper(_Worker):
             closing = self._closing.wait(0.2)
         super()._run()
 
-    def _do(self, item: events.RunEvent | tuple[str, bytes]) -> None:
-        if isinstance(item, events.RunEvent):
-            self.log.write(item)
-            return
+    def _do(self, item: tuple[str, bytes]) -> None:
         name, data = item
         path = self._workdir / events.FOLDER / name
         try:
@@ -173,7 +168,7 @@ class Hook(_Worker):
         try:
             subprocess.run(
                 self._command,
-                input=json.dumps(dataclasses.asdict(item)).encode(),
+                input=item.line().encode(),
                 env=os.environ | words,
                 timeout=self._seconds,
                 check=True,

@@ -1,6 +1,6 @@
 """Writes and reads a run's events: lines of JSON below WORKDIR/aegis.
 
-    log = EventLog(workdir, "run"); log.add("spike", step=..., seen="loss 9.1", done="back to step 60")
+    add(workdir, "spike", step=..., seen="loss 9.1", done="back to step 60")    of process 0 of the training
     read(workdir)                  the lines of all writers, by time
 
 Each writer has a file of its own, since appends of two machines to one file of a shared system may
@@ -8,6 +8,7 @@ lose each other: `events.jsonl` is the leading agent's, `events-run.jsonl` that 
 training.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -19,7 +20,7 @@ from zaya_jax.cluster.connections import matches_shape
 from zaya_jax.config import files
 
 FOLDER = "aegis"
-FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
+OF_AGENT, OF_RUN = "events.jsonl", "events-run.jsonl"
 LARGEST = 1e11  # seconds or steps in an event; a wall clock comes there in the year 5138
 _log = logging.getLogger("zaya_jax")
 # critical: of one node, which is judged; distributed: at several, and the first one counts;
@@ -44,8 +45,12 @@ class RunEvent:
     seconds: float = 0.0  # how long it took, or lasted
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def line(self) -> str:
+        """The event's line of a file."""
+        return json.dumps(dataclasses.asdict(self)) + "\n"
+
     def text(self) -> str:
-        """The event in one line, whatever its words are from."""
+        """The event in one line for people, whatever its words are from."""
         who = f"process {self.process}" if self.process >= 0 else ""
         where = f"on {self.node}" if self.node else ""
         step = f"at step {self.step}" if self.step >= 0 else ""
@@ -72,25 +77,13 @@ class Finding:
     device: str = ""  # "card0", "mlx5_1", ...
 
 
-class EventLog:
-    """Appends events; an error of the disk is no reason to end a run, and is counted."""
-
-    def __init__(self, workdir: str | Path, writer: str):
-        self.path, self.lost = Path(workdir) / FOLDER / FILES[writer], 0
-
-    def add(self, kind: str, **fields: Any) -> None:
-        """Writes an event of now."""
-        self.write(RunEvent(kind, time.time(), **fields))
-
-    def write(self, event: RunEvent) -> None:
-        """Writes one line at once."""
-        line = json.dumps(dataclasses.asdict(event)) + "\n"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(line)
-        except OSError:
-            self.lost += 1
+def add(workdir: str | Path, kind: str, **fields: Any) -> None:
+    """Writes an event of now, of the training; an error of the disk is no reason to end a run."""
+    folder = Path(workdir) / FOLDER
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / OF_RUN).open("a") as file:
+            file.write(RunEvent(kind, time.time(), **fields).line())
 
 
 def printable(text: str) -> str:
@@ -104,7 +97,7 @@ def read(workdir: str | Path) -> list[RunEvent]:
     that was cut short takes no other with it."""
     events: list[RunEvent] = []
     left_out = 0
-    for name in FILES.values():
+    for name in (OF_AGENT, OF_RUN):
         path = Path(workdir) / FOLDER / name
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:

@@ -132,7 +132,6 @@ def write_events(workdir: str | Path, decided: Sequence[Decision]) -> None:
     """Writes an event for each decision that has none yet: it may have been made just before a
     kill."""
     written = {event.facts.get("decision") for event in events.read(workdir)}
-    log = events.EventLog(workdir, "run")
     for number, decision in enumerate(decided):
         if number in written:
             continue
@@ -141,7 +140,8 @@ def write_events(workdir: str | Path, decided: Sequence[Decision]) -> None:
         if decision["batches"]:
             done += f", {decision['batches']} batches left out"
         facts = {key: decision[key] for key in decision if key not in ("kind", "seen")}
-        log.add(
+        events.add(
+            workdir,
             decision["kind"],
             group="critical" if decision["kind"] == "corrupt" else "numbers",
             step=decision["at"],

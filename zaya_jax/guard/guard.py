@@ -162,8 +162,8 @@ class Guard:
 
     def _tell(self, kind: str, step: int, seen: str, done: str) -> None:
         if multihost.is_writer():
-            log = events.EventLog(self._workdir, "run")
-            log.add(kind, group="numbers", step=step, seen=seen, done=done)
+            fields = {"group": "numbers", "step": step, "seen": seen, "done": done}
+            events.add(self._workdir, kind, **fields)
 
 
 def in_words(devices: Sequence[Any], hosts: Sequence[str] | None) -> str:
