@@ -85,7 +85,7 @@ def test_ranks(environ, given, rank):
             {},
             ("40 Slurm tasks", "srun"),
         ),
-        ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX=0", "JAX_NUM_PROCESSES")),
+        ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX", "JAX_NUM_PROCESSES")),
         # By the agents' own names.
         (
             {"NODES": "2"},

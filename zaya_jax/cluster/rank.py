@@ -29,6 +29,7 @@ SLURM_STEP = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
+ONE_A_NODE = r"1(\(x\d+\))?"  # SLURM_STEP_TASKS_PER_NODE of one task on each node
 # Kubernetes gives it to every pod of an indexed Job, a JobSet's included
 POD_INDEX = "JOB_COMPLETION_INDEX"
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -101,33 +102,21 @@ def find_rank(
             f" one ({unset} is not set); start the program with srun, as launch/slurm.sbatch does,"
             " or ask for one task"
         )
-    variables = " and ".join(names[name][1] for name in ("coordinator", "num_processes"))
     if POD_INDEX in environ:
-        if not found:
-            raise UserError(
-                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but"
-                f" {variables} are not set; set both, as launch/jobset.yaml does, or"
-                f" {names['num_processes'][1]}=1 for a pod alone"
-            )
         found.setdefault("process_id", environ[POD_INDEX])
-    if not found:
+    how_many, which = names["num_processes"][0], names["process_id"][0]
+    alone = _number(how_many, found.get("num_processes", 0)) == 1
+    if not found or (alone and str(by_hand.get("process_id", 0)) == "0"):
         return None
     called = {name: f"--{flag} ({variable})" for name, (flag, variable) in names.items()}
-    if "num_processes" in found and _number(names["num_processes"][0], found["num_processes"]) == 1:
-        if str(by_hand.get("process_id", 0)) != "0":
-            raise UserError(
-                f"{called['process_id']} is {found['process_id']}, but {called['num_processes']}"
-                " is 1"
-            )
-        return None
     missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
             f"{called[next(iter(found))]} is given, but not"
             f" {' and '.join(called[name] for name in missing)}; set all three for several"
-            " processes, or none for one"
+            f" processes, or {called['num_processes']} to 1 for one ({POD_INDEX} and Slurm's"
+            " variables set them too)"
         )
-    how_many, which = names["num_processes"][0], names["process_id"][0]
     count, index = _number(how_many, found["num_processes"]), _number(which, found["process_id"])
     if count < 1 or not 0 <= index < count:
         raise UserError(
@@ -154,8 +143,8 @@ def find_agent_rank(
     """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find
     their rank."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    alone = re.fullmatch(r"1(\(x\d+\))?", tasks)
-    if agents is None and "NODES" not in environ and "SLURM_PROCID" in environ and not alone:
+    by_slurm = agents is None and "NODES" not in environ and "SLURM_PROCID" in environ
+    if by_slurm and not re.fullmatch(ONE_A_NODE, tasks):
         raise UserError(
             f"Slurm starts {tasks} tasks on a node, but an agent starts the node's processes"
             " itself; start one task a node (srun --ntasks-per-node=1), as launch/slurm.sbatch"
@@ -177,14 +166,12 @@ def _number(name: str, text: Any) -> int:
 def _slurm_address(environ: Mapping[str, str]) -> str:
     """The first host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs between
     jobs."""
-    first = re.match(r"(?:[^,\[\]]+|\[\w+[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
-    if first is None:
-        raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
+    first = re.split(r",(?![^\[]*\])", environ["SLURM_STEP_NODELIST"])[0]
     port = (
         environ.get("JAX_COORDINATOR_PORT")
         or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
     )
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])  # of each list of numbers the first
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)  # of each list of numbers the first
     return f"{host}:{port}"
 
 
@@ -193,7 +180,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     device."""
     visible = [environ[name] for name in VISIBLE_DEVICES if environ.get(name)]
     bound = any("," not in devices for devices in visible)
-    alone = re.fullmatch(r"1(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    alone = re.fullmatch(ONE_A_NODE, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if bound or alone or "SLURM_LOCALID" not in environ:
         return ()
     return (_number("SLURM_LOCALID", environ["SLURM_LOCALID"]),)
