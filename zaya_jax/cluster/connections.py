@@ -345,12 +345,6 @@ def _introduce(peer: socket.socket, index: int, digest: str, until: float) -> st
 
 
 def _read_greeting(peer: socket.socket) -> tuple[str, str]:
-    """One message of a greeting, byte by byte: the bytes after it belong to the connection."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < LONGEST_GREETING:
-        byte = peer.recv(1)
-        if not byte:
-            raise ValueError("it hung up")
-        line += byte
-    kind, text = json.loads(line)
+    """One message of a greeting; without a buffer, since what follows is the connection's."""
+    kind, text = json.loads(peer.makefile("rb", buffering=0).readline(LONGEST_GREETING))
     return str(kind), str(text)
