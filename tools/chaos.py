@@ -17,8 +17,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -29,9 +29,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tools import faults
 from tools.faults import Victim
+from zaya_jax.aegis import machine
 from zaya_jax.aegis.cause import EXPLAINS
 from zaya_jax.checkpoint import folders, layout
 from zaya_jax.checkpoint.vault import Vault
@@ -138,23 +140,21 @@ class Chaos:
             self.write(name, content)
         self._write_orders()
 
-    def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
-        """Hurts a run for so long, but with each fault once at least, when it has gone so many
-        steps; its exit code."""
-        of = self._possible(FAULTS if of is None else of)
-        until, left = time.monotonic() + 60 * minutes, self._shuffled(of)
+    def run(self, minutes: float) -> int:
+        """Hurts a run for so long, but with each fault once at least; its exit code."""
+        self.store = faults.Store()
+        until, left = time.monotonic() + 60 * minutes, self._shuffled(FAULTS)
         with self._supervised(self.workdir) as agent:
-            self._settle(learned)
+            self._settle(LEARNED)
             while left and agent.poll() is None:
                 self._hurt(left.pop())
                 if not left and time.monotonic() < until:
-                    left = self._shuffled([fault for fault in of if not fault.hardware])
+                    left = self._shuffled([fault for fault in FAULTS if not fault.hardware])
                     time.sleep(EXPLAINS)
             agent.send_signal(signal.SIGTERM)
             code = agent.wait(PATIENCE)
-        if self.store:
-            self.store.die()
-            self.store = None  # the calm run's copies would change no bits
+        self.store.die()
+        self.store = None  # the calm run's copies would change no bits
         self._say(f"the run that was hurt was asked to stop and ended with {code}")
         return code
 
@@ -163,27 +163,14 @@ class Chaos:
         by them how a process ends in the minute after."""
         return sorted(self._random.sample(of, len(of)), key=lambda fault: not fault.hardware)
 
-    def _possible(self, of: Sequence[Fault]) -> Sequence[Fault]:
-        """Opens a store for the faults that need one; without the packages for it they are left
-        out, which is said."""
-        if any(fault.store for fault in of):
-            if not (importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs")):
-                self._say(
-                    "without a dead store: moto and s3fs are not installed (make setup has them)"
-                )
-                return [fault for fault in of if not fault.store]
-            self.store = faults.Store()
-        return of
-
     def run_plan(self, plan: Sequence[tuple[int, Fault]]) -> int:
         """Does each fault once the run has come to its step, until the run ends by itself; its exit
         code."""
-        possible = self._possible([fault for _, fault in plan])
+        if any(fault.store for _, fault in plan):
+            self.store = faults.Store()
         with self._supervised(self.workdir) as agent:
             for step, fault in plan:
-                while self.step() < step and agent.poll() is None:
-                    time.sleep(0.1)
-                if fault in possible and agent.poll() is None:
+                if self._until(lambda step=step: self.step() >= step, math.inf):
                     self._hurt(fault)
             return agent.wait()
 
@@ -195,13 +182,8 @@ class Chaos:
         with self._supervised(self.calm_workdir) as agent:
             if until is None:
                 return agent.wait()
-            latest, reached = time.monotonic() + PATIENCE, 0
-            while until not in folders.steps_in(self.calm_workdir / "checkpoints"):
-                if self.step() > reached:
-                    latest, reached = time.monotonic() + PATIENCE, self.step()
-                if time.monotonic() > latest or agent.poll() is not None:
-                    break
-                time.sleep(0.2)
+            saved = self.calm_workdir / "checkpoints"
+            self._until(lambda: until in folders.steps_in(saved), math.inf)
             agent.send_signal(signal.SIGTERM)
             return agent.wait(PATIENCE)
 
@@ -291,8 +273,9 @@ class Chaos:
                 self._settle(SETTLED)
             elif self._settle(SETTLED):
                 outcome.recovered = 0.0  # it went on all the time, but where it went back
-                if fault.back:
-                    outcome.recovered = self._past(event.step) - began
+                if fault.back:  # past the step where it was
+                    self._until(lambda: min(self._steps(), default=0) > event.step)
+                    outcome.recovered = time.time() - began
                     self._settle(SETTLED)
         self.outcomes.append(outcome)
         self._say(
@@ -300,33 +283,30 @@ class Chaos:
             f" {outcome.recovered:.1f} s"
         )
 
-    def _event(self, fits: Callable[[RunEvent], bool]) -> RunEvent | None:
-        until = time.monotonic() + PATIENCE
+    def _until(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+        """Its first true result; None if the time is up or the agent has ended."""
+        until = time.monotonic() + seconds
         while time.monotonic() < until and self._agent.poll() is None:
-            for event in events.read(self.workdir):
-                if fits(event):
-                    return event
+            if found := condition():
+                return found
             time.sleep(0.1)
         return None
 
-    def _past(self, step: int) -> float:
-        """When the run has passed a step, where it was before it went back."""
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and min(self._steps(), default=0) <= step:
-            time.sleep(0.05)
-        return time.time()
+    def _event(self, fits: Callable[[RunEvent], bool]) -> RunEvent | None:
+        return self._until(lambda: next(filter(fits, events.read(self.workdir)), None))
 
     def _settle(self, steps: int) -> bool:
         """Waits until all processes have gone on so far."""
-        until, begin = time.monotonic() + PATIENCE, None
-        while time.monotonic() < until and self._agent.poll() is None:
+        reached: list[int] = []
+
+        def gone_on() -> bool:
             there = self._steps()
-            if len(there) == self.processes and self._all_train():
-                begin = min(there) if begin is None or min(there) < begin else begin
-                if min(there) >= begin + steps:
-                    return True
-            time.sleep(0.1)
-        return False
+            if len(there) < self.processes or not self._all_train():
+                return False
+            reached.append(min(there))
+            return reached[-1] >= min(reached) + steps
+
+        return bool(self._until(gone_on))
 
     def _all_train(self) -> bool:
         beats = [victim.beat() for victim in self.victims().values()]
@@ -349,7 +329,7 @@ class Chaos:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={self._devices}",
             faults.VARIABLE: str(self.folder / "faults.json"),
-            "ZAYA_WATCH_ROOT": str(self.tree),
+            machine.ROOT: str(self.tree),
         }
         if self.store:
             command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
