@@ -123,19 +123,18 @@ def first_end(
 
 def _explanation(first: facts.Exited, recent: Findings) -> facts.Observed | None:
     """The finding that explains an end: the first critical one, which isolates its host; without
-    one the first of all."""
-    critical: list[tuple[float, facts.Observed]] = []
-    others: list[tuple[float, facts.Observed]] = []
-    for when, observed in recent:
+    one the first of all. Consequences are notes, and explain nothing."""
+    explain = [(when, found) for when, found in recent if found.finding.action != "note"]
+    if by_signal(first.code):  # lines of others follow from it
+        mine = (first.node, -1), (first.node, first.process)
+        explain = [(when, f) for when, f in explain if (f.node, f.finding.process) in mine]
+
+    def order(entry: tuple[float, facts.Observed]) -> tuple[bool, float]:
+        when, observed = entry
         finding = observed.finding
-        if finding.action == "note":  # as all consequences are
-            continue
-        of_process = finding.process in (-1, first.process) and observed.node == first.node
-        if by_signal(first.code) and not of_process:  # later lines of others follow from it
-            continue
-        isolates = finding.group == "critical" and finding.action != "warn"
-        (critical if isolates else others).append((when, observed))
-    return min(critical or others, key=lambda entry: entry[0], default=(0.0, None))[1]
+        return finding.group != "critical" or finding.action == "warn", when
+
+    return min(explain, key=order, default=(0.0, None))[1]
 
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:

@@ -449,17 +449,15 @@ class Decider:
         in_vain = cause.code == STORAGE or (
             cause.code == HARDWARE and not (cause.node >= 0 and self._can_exclude(cause.node))
         )
-        reason = cause.concluded or cause.seen
         if codes == {DONE} and not self._killed:
             self._end(DONE, "done")
         elif self._stop_signals:
             self._end_as_asked(codes, cause)
-        elif cause.code in (BAD_INPUT, UNHEALTHY):
+        elif cause.code in (BAD_INPUT, UNHEALTHY) or (
+            in_vain and cause.code in self._codes_retried
+        ):
             self._report_cause(cause, NEEDS_PERSON)
-            self._end(cause.code, reason)
-        elif in_vain and cause.code in self._codes_retried:
-            self._report_cause(cause, NEEDS_PERSON)
-            self._end(cause.code, f"{reason}, again and without progress")
+            self._end(cause.code, cause.concluded or cause.seen)
         else:
             self._codes_retried.add(cause.code)
             self._restart(cause)

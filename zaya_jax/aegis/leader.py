@@ -33,11 +33,10 @@ from zaya_jax.checkpoint import folders
 from zaya_jax.cluster import beats, events
 from zaya_jax.cluster.connections import OddMessage, matches_shape
 from zaya_jax.cluster.events import Finding
-from zaya_jax.cluster.rank import join_address
+from zaya_jax.cluster.rank import join_address, name_processes
 
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
-LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
-NAMED = 8  # processes whose lines an event has
+LINES = 4  # of stacks that an event has
 FINDING = {
     "name": str,
     "group": frozenset(events.GROUPS),
@@ -143,7 +142,7 @@ class Leader:
             case "slept", seconds:
                 self._hangs.woke(now)
                 if self._check:
-                    self._check.woke(min(seconds, LONGEST_SLEEP))
+                    self._check.woke(seconds)
 
     def _take_views(self, node: int, fields: list, now: float) -> None:
         views = [View(*view) for view in fields if self.decider.node_of(view[0]) == node]
@@ -238,19 +237,16 @@ class Leader:
             self._order(node, ["start", number, address, len(nodes) * processes, first])
 
     def _where_all_are(self) -> str:
-        """The lines at which the processes are, the first silent one before the others."""
-        texts = []
+        """The lines at which the processes are, that of the first silent one before the others."""
         processes_at: dict[str, list[int]] = {}
         for process, (how, line) in sorted(self._stacks.items()):
-            if process == self._hung_process:
-                texts.append(f"process {process} is at {line} ({how})")
-            else:
-                processes_at.setdefault(line, []).append(process)
-        for line, processes in sorted(processes_at.items(), key=lambda item: -len(item[1]))[:3]:
-            names = ", ".join(map(str, processes[:NAMED]))
-            more = " ..." if len(processes) > NAMED else ""
-            texts.append(f"{names}{more} at {line}")
-        return "; ".join(texts)
+            processes_at.setdefault(f"{line} ({how})", []).append(process)
+
+        def order(line: str) -> tuple[bool, int]:
+            return self._hung_process not in processes_at[line], -len(processes_at[line])
+
+        lines = sorted(processes_at, key=order)[:LINES]
+        return "; ".join(f"{name_processes(processes_at[line])} at {line}" for line in lines)
 
     def _log(self, kind: str, fields: dict[str, Any]) -> None:
         event = events.RunEvent(kind, time.time(), **fields)
