@@ -44,9 +44,10 @@ class Host(Watcher):
     def poll(self, judge: Judge) -> Iterator[Finding]:
         tree = self.tree
         for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
-            yield from judge.counter(
-                "oom killer", place, "oom_kill", self._pairs(place).get("oom_kill")
-            )
+            found = re.search(r"^oom_kill (\S+)", tree.text(place) or "", re.M)
+            if found:
+                count = tree.parse(found[1], f"{place} oom_kill")
+                yield from judge.counter("oom killer", place, "oom_kill", count)
         edac = "sys/devices/system/edac/mc"
         for mc in tree.names(edac):
             if mc.startswith("mc") and mc[2:].isdigit():
@@ -54,17 +55,6 @@ class Host(Watcher):
                 yield from judge.counter(
                     "host uncorrectable memory error", mc, "ue_count", uncorrected
                 )
-
-    def _pairs(self, path: str) -> dict[str, float]:
-        """`name value` or `name: value kB`, a line each."""
-        found = {}
-        for line in (self.tree.text(path) or "").splitlines():
-            words = line.split()
-            if len(words) > 1:
-                value = self.tree.parse(words[1], f"{path} {words[0]}")
-                if value is not None:
-                    found[words[0].rstrip(":")] = value
-        return found
 
 
 class Ports(Watcher):
