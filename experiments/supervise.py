@@ -121,7 +121,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
         )
     if (args.min_nodes or nodes) > nodes:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
-    gpus = machine.gpu_numa_nodes(os.environ)
+    gpus = machine.gpu_numa_nodes(machine.root())
     processes = args.processes or len(gpus) or 1
     if len(gpus) % processes:
         raise UserError(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Bytes of strangers, for a port on which processes or agents call.
@@ -48,8 +49,9 @@ class Result:
 class Run:
     """The processes of one run; `process_id` is their place in `processes`."""
 
-    def __init__(self, processes: list[subprocess.Popen], folder: Path):
+    def __init__(self, processes: list[subprocess.Popen], folder: Path, port: int):
         self.processes, self._folder = processes, folder
+        self.port = port  # on which they, or their agents, meet
 
     def out(self, index: int = 0) -> str:
         """A process's output so far."""
@@ -97,14 +99,15 @@ def start(
     folder: Path,
     devices: int = 1,
     variables: dict[str, str] | None = None,
-) -> Iterator[Run]:
-    """`python ARGUMENTS` as `count` processes of `devices` virtual CPU devices each; their output
-    goes to `folder`.
+    kind: type[Run] = Run,
+) -> Iterator[Any]:
+    """`python ARGUMENTS` as `count` processes (or agents) of `devices` virtual CPU devices each;
+    their output goes to `folder`. The run is of the class `kind`.
 
     One process gets no coordinator. Whatever still runs at the end is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    coordinator = f"localhost:{free_port()}"
+    port = free_port()
     processes = []
     for index in range(count):
         environ = os.environ | {
@@ -118,9 +121,11 @@ def start(
         }
         if count > 1:
             environ |= {
-                "JAX_COORDINATOR_ADDRESS": coordinator,
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
+                "NODES": str(count),
+                "NODE": str(index),
             }
         with (folder / f"{index}.out").open("w") as out, (folder / f"{index}.err").open("w") as err:
             command = [sys.executable, *map(str, arguments)]
@@ -130,7 +135,7 @@ def start(
                 )
             )
     try:
-        yield Run(processes, folder)
+        yield kind(processes, folder, port)
     finally:
         for process in processes:
             if process.poll() is None:

@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 import multiprocess_runs
 from waiting import until
 
+from zaya_jax.aegis import machine
 from zaya_jax.cluster import events
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -27,9 +25,7 @@ def command(workdir: Path, steps: int, seconds: float, *options: str) -> list:
 class Agents(multiprocess_runs.Run):
     """Those of one run."""
 
-    def __init__(self, workdir: Path, agents: list[subprocess.Popen], folder: Path, port: int):
-        super().__init__(agents, folder)
-        self.workdir, self.port = workdir, port
+    workdir: Path
 
     def codes(self, seconds: float = 60, of: Sequence[int] | None = None) -> list[int]:
         """Their exit codes."""
@@ -45,28 +41,27 @@ class Agents(multiprocess_runs.Run):
         """The first event of a kind, waited for: an event is written a moment after it happened."""
         return until(lambda: self.events(kind), seconds, self.err)[0]
 
-    def events(self, kind: str = "") -> list[events.RunEvent]:
-        """Those of a kind, or all."""
-        return [event for event in events.read(self.workdir) if kind in ("", event.kind)]
+    def events(self, kind: str) -> list[events.RunEvent]:
+        """Those of a kind."""
+        return [event for event in events.read(self.workdir) if event.kind == kind]
 
     def steps(self) -> list[int]:
         """All that were begun, in their order."""
         lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["step"] for line in lines]
 
-    def running(self) -> list[int]:
-        """The processes of the run that are there, whatever their parent."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (path / "cmdline").read_bytes().split(b"\0")
-                if b"train" in words and str(self.workdir).encode() in words:
-                    found.append(int(path.name))
-        return found
-
     def until_gone(self, seconds: float = 10) -> None:
-        """Returns when all of them have ended."""
-        until(lambda: not self.running(), seconds)
+        """Returns when all processes of the run have ended, whatever their parent."""
+
+        def any_runs() -> bool:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    words = path.read_bytes().split(b"\0")
+                    if b"train" in words and str(self.workdir).encode() in words:
+                        return True
+            return False
+
+        until(lambda: not any_runs(), seconds)
 
 
 @contextlib.contextmanager
@@ -78,7 +73,6 @@ def start(
     steps: int = STEPS,
     seconds: float = 0.05,
     variables: dict[str, str] | None = None,
-    own: dict[int, dict[str, str]] | None = None,
 ) -> Iterator[Agents]:
     """So many agents with these options and variables; what befalls a process is in its
     words, see stand_in."""
@@ -86,31 +80,9 @@ def start(
     workdir.mkdir(parents=True)
     for process, words in (befalls or {}).items():
         (workdir / f"do-{process}").write_text(words)
-    port = multiprocess_runs.free_port()
-    started, line = [], command(workdir, steps, seconds, *options)
-    for i in range(agents):
-        environ = os.environ | {
-            "PYTHONPATH": str(multiprocess_runs.ROOT),
-            "PCI_DEVICES": "none",
-            "ZAYA_JOIN_SECONDS": "30",
-        }
-        if agents > 1:
-            environ |= {
-                "NODES": str(agents),
-                "NODE": str(i),
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            }
-        with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
-            environ |= (variables or {}) | (own or {}).get(i, {})
-            started.append(subprocess.Popen(line, env=environ, stdout=out, stderr=err))
-    run = Agents(workdir, started, folder, port)
-    try:
+    arguments = command(workdir, steps, seconds, *options)[1:]
+    given = {"ZAYA_JOIN_SECONDS": "30", machine.ROOT: "/nowhere", **(variables or {})}
+    # Their processes end with them, whatever the test does.
+    with multiprocess_runs.start(arguments, agents, folder, variables=given, kind=Agents) as run:
+        run.workdir = workdir
         yield run
-    finally:
-        for agent in started:
-            if agent.poll() is None:
-                agent.kill()
-                agent.wait()
-        for pid in run.running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

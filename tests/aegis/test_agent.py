@@ -31,7 +31,7 @@ from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.checkpoint.run import claims
 from zaya_jax.cluster import events
 
-ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
+ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), machine.ROOT: "/nowhere"}
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
@@ -89,7 +89,7 @@ def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
     (hangs,) = run.events("hangs")
     assert hangs.process == 2 and "process 2 stopped first; 2 wait for it" in hangs.concluded
     assert how in hangs.seen
-    assert re.search(f"process 2 is at .*{line}", hangs.seen), hangs.seen
+    assert re.search(f"process 2 at .*{line}", hangs.seen), hangs.seen
     assert "in meet" in hangs.seen  # where the others wait
     stacks = run.workdir / "aegis" / "stacks" / "start-001"
     assert len(list(stacks.glob("process-*.txt"))) == 3
@@ -271,7 +271,7 @@ def test_a_refused_start_leaves_nothing(tmp_path):
 )
 def test_refuses_in_one_line(options, words, called, monkeypatch):
     if "GPUs" in words:
-        monkeypatch.setattr(machine, "gpu_numa_nodes", lambda environ: [0, 0, 1])
+        monkeypatch.setattr(machine, "gpu_numa_nodes", lambda root: [0, 0, 1])
     if options[0].startswith("ZAYA"):  # a variable
         monkeypatch.setenv(*options.pop(0).split("="))
     code, _, err = called(supervise, *options)
@@ -297,11 +297,11 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path, capsys, caplog):
 
 def test_an_event_after_one_that_was_cut_short_is_read(tmp_path):
     """A kill, or a full disk, leaves half a line, and the next event was lost with it."""
-    log = events.EventLog(tmp_path, "agent")
-    log.add("started")
-    log.path.write_bytes(log.path.read_bytes()[:-20])
-    log.add("died", seen='{"kind": of a quoted line')
-    log.add("ended")
+    events.add(tmp_path, "started")
+    path = tmp_path / events.FOLDER / events.OF_RUN
+    path.write_bytes(path.read_bytes()[:-20])
+    events.add(tmp_path, "died", seen='{"kind": of a quoted line')
+    events.add(tmp_path, "ended")
     assert [event.kind for event in events.read(tmp_path)] == ["died", "ended"]
 
 

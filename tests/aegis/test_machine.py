@@ -15,13 +15,13 @@ def test_finds_accelerators_in_the_order_of_their_addresses(tmp_path):
     for i, (kind, numa) in enumerate(
         (("0x120000", "1"), ("0x020000", "0"), ("0x030200", "0"), ("0x120000", ""))
     ):
-        device = tmp_path / f"0000:0{i}:00.0"
-        device.mkdir()
+        device = tmp_path / f"sys/bus/pci/devices/0000:0{i}:00.0"
+        device.mkdir(parents=True)
         (device / "class").write_text(f"{kind}\n")
         if numa:
             (device / "numa_node").write_text(f"{numa}\n")
-    (tmp_path / "0000:09:00.0").mkdir()
-    assert machine.gpu_numa_nodes({"PCI_DEVICES": str(tmp_path)}) == [1, 0, -1]
+    (tmp_path / "sys/bus/pci/devices/0000:09:00.0").mkdir()
+    assert machine.gpu_numa_nodes(tmp_path) == [1, 0, -1]
 
 
 def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):

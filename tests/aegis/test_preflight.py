@@ -44,14 +44,12 @@ def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
         root=tmp_path, seconds=2, environ=environ() | {"PYTHONPATH": str(tmp_path)}
     )
     assert [(f.name, f.action) for f in found] == [("check of devices hangs", "exclude")]
-    assert "before anything was done" in found[0].seen
+    assert found[0].seen == "no answer for 2 s."
 
 
 def test_a_check_that_dies_says_how(tmp_path):
     found = preflight.check(root=tmp_path, environ=environ() | {"JAX_PLATFORMS": "nonsense"})
     assert [f.name for f in found] == ["check of devices failed"] and "nonsense" in found[0].seen
-    found = preflight.check(root=tmp_path, environ=environ() | {"TOO_LONG": "x" * (1 << 20)})
-    assert [(f.name, f.action) for f in found] == [("check of devices could not begin", "warn")]
 
 
 def test_products_are_exact_and_a_wrong_one_is_named():
@@ -66,7 +64,7 @@ def test_products_are_exact_and_a_wrong_one_is_named():
     wrong = preflight.products(devices, matmul=off)
     assert len(wrong) == 2 * 2 * preflight.ROUNDS
     assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
-    (found,) = preflight.judge_devices({"products": {"wrong": wrong[:1]}}, 8)
+    (found,) = preflight.judge_devices({"count": 8, "wrong": wrong[:1]}, 8)
     assert (found.name, found.device, found.action) == (
         "gpu computes wrongly",
         "device 0",
@@ -228,11 +226,11 @@ def test_agents_leave_out_a_node_whose_devices_do_not_answer_and_try_the_link_of
 ):
     """Real probes: those of the leader's own node cannot even begin, so that the spare takes its
     place."""
-    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": multiprocess_runs.flags(1)}
-    nonsense = {0: {"JAX_PLATFORMS": "nonsense"}}
-    with start(
-        tmp_path, "--check=always", "--nodes=2", agents=3, variables=devices, own=nonsense
-    ) as run:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('NODE') == '0':\n    os.environ['JAX_PLATFORMS'] = 'nonsense'"
+    )
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{multiprocess_runs.ROOT}"}
+    with start(tmp_path, "--check=always", "--nodes=2", agents=3, variables=path) as run:
         assert run.codes(120) == [0, 0, 0]
     (check,) = run.events("check")  # no link failed
     assert "devices" in check.concluded and "nonsense" in check.seen

@@ -1,10 +1,11 @@
 """Finds the node's accelerators, and builds the commands that start programs near them.
 
-gpu_numa_nodes(os.environ)         the NUMA node of each accelerator
-numactl_prefix(numa)         words before a command, to run it on that NUMA node
-die_with_parent_prefix()           words before a command, to have it end with this process
-nccl_timeouts(patience)        variables for collectives that outlast a link's absence
-missing_cards(os.environ)  words about network cards that NCCL_IB_HCA names and nothing can use
+root()                      the folder in which all files of the machine are looked for
+gpu_numa_nodes(root())      the NUMA node of each accelerator
+numactl_prefix(numa)        words before a command, to run it on that NUMA node
+die_with_parent_prefix()    words before a command, to have it end with this process
+nccl_timeouts(patience)     variables for collectives that outlast a link's absence
+missing_cards(os.environ)   words about network cards that NCCL_IB_HCA names and nothing can use
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PCI = "/sys/bus/pci/devices"
+ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than /, for tests
 RETRIES = 7  # the most that a queue pair can do
 ACCELERATORS = ("0x1200", "0x0302")  # processing accelerator (MI300X), 3D controller (H100, H200)
 # The system kills the program when the agent ends, however that ends: nothing trains on alone. This
@@ -38,11 +39,16 @@ def die_with_parent_prefix() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", EXEC_WRAPPER, str(os.getpid())]
 
 
-def gpu_numa_nodes(environ: Mapping[str, str]) -> list[int]:
+def root() -> Path:
+    """The folder in which the machine's files are looked for."""
+    return Path(os.environ.get(ROOT, "/"))
+
+
+def gpu_numa_nodes(root: Path) -> list[int]:
     """The NUMA nodes of the accelerators (-1: none), in the order of their PCI addresses, which is
     the drivers'."""
     found = []
-    for device in sorted(Path(environ.get("PCI_DEVICES", PCI)).glob("*")):
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         with contextlib.suppress(OSError):
             if (device / "class").read_text().startswith(ACCELERATORS):
                 numa = device / "numa_node"  # where the kernel knows of any
@@ -78,7 +84,7 @@ def nccl_timeouts(patience: float) -> dict[str, str]:
     return {"NCCL_IB_TIMEOUT": str(min(max(exponent, 14), 31)), "NCCL_IB_RETRY_CNT": str(RETRIES)}
 
 
-def missing_cards(environ: Mapping[str, str], root: str | Path = "/") -> str:
+def missing_cards(environ: Mapping[str, str], root: Path) -> str:
     """What NCCL_IB_HCA names and the system does not have; "" for nothing. RCCL and NCCL do not
     say: without a card they take sockets."""
     setting = environ.get("NCCL_IB_HCA", "")
@@ -87,7 +93,7 @@ def missing_cards(environ: Mapping[str, str], root: str | Path = "/") -> str:
     # "mlx5" is any card whose name begins so, "=mlx5_1" is that one.
     exact = setting.startswith("=")
     names = [name.partition(":")[0] for name in setting.lstrip("=").split(",") if name]
-    cards = [path.name for path in Path(root, "sys/class/infiniband").glob("*")]
+    cards = [path.name for path in (root / "sys/class/infiniband").glob("*")]
     absent = [n for n in names if not any(c == n or (c.startswith(n) and not exact) for c in cards)]
     if not absent:
         return ""

@@ -39,7 +39,6 @@ WATCH_PERIOD = 5.0  # seconds between two looks at the hardware
 LONGEST_LINE = 1 << 16  # bytes; a longer one is taken in pieces
 LAST_WAIT = 10.0  # seconds for killed processes to be gone, before the agent ends without them
 PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
-ROOT = "ZAYA_WATCH_ROOT"  # the variable: the root of the watched files in place of /, for tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Node:
         self._start_number, self._views_sent_at = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
         self._matcher = log_rules.Matcher()
-        self._numa = machine.gpu_numa_nodes(os.environ)
+        self._numa = machine.gpu_numa_nodes(machine.root())
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def ready(self) -> None:
@@ -99,7 +98,7 @@ class Node:
         """Begins to test this node."""
 
         def run_check() -> list:
-            findings = preflight.check(len(self._numa) or None, os.environ.get(ROOT, "/"))
+            findings = preflight.check(len(self._numa) or None, machine.root())
             return ["checked", number, list(map(dataclasses.asdict, findings)), _free_port()]
 
         self._run_in_thread(run_check)
@@ -288,7 +287,7 @@ class Node:
         return ["stacks", number, [[p, s.how, s.line] for p, s in collected.items()]]
 
     def _watch(self) -> None:
-        root = os.environ.get(ROOT, "/")
+        root = machine.root()
         watchers, kernel = watch.Watchers(root), log_rules.Kernel(root)
         missing = machine.missing_cards(os.environ, root)
         if missing:

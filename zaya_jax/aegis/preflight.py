@@ -8,17 +8,16 @@ neighbours.
     NodeCheck(...)                       the leader's part: orders all of that, and gathers the findings
 
 Anything that may hang runs in a process of its own, this module as a program, with a time limit: a
-device that does not answer is a finding too. Each part of that program's work prints a line of JSON
-with its name when it ends:
+device that does not answer is a finding too. The program prints one line of JSON, after REPORT:
 
     python -m zaya_jax.aegis.preflight devices
     python -m zaya_jax.aegis.preflight link COORDINATOR INDEX SECONDS
 """
 
-import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +29,11 @@ from zaya_jax.aegis.cause import exit_words
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.rank import join_address
 
-SECONDS = 50.0  # for all of a node's check
-LINK_SECONDS = 50.0  # for a pair's
+SECONDS = 50.0  # for all of a node's check, and for a pair's
 # Seconds that an answer to the leader may take beyond the time that a node gives itself.
 ANSWER = 10.0
 TAIL = 300  # characters of a probe's last line on stderr
+REPORT = "preflight: "  # a library prints lines too
 
 # Of the probe, on a CPU and elsewhere
 SIZE = {"cpu": 128}  # of a matrix's side
@@ -50,10 +49,10 @@ NodeFinding = tuple[int, Finding]  # with its node, -1 if it is of no single one
 
 
 class Probed(NamedTuple):
-    """The parts of its work that a probe has reported; and how it failed ("" where it did not),
-    with the words."""
+    """What a probe has reported, if anything; and how it failed ("" where it did not), with the
+    words."""
 
-    parts: dict[str, Any]
+    report: dict[str, Any]
     failed: str = ""
     seen: str = ""
 
@@ -68,22 +67,20 @@ def check(
     watchers = watch.Watchers(root)
     watchers.poll()
     probed = _probe("devices", seconds=seconds, environ=environ)
-    findings = judge_devices(probed.parts, expected)
+    findings = judge_devices(probed.report, expected)
     if probed.failed:
-        action = "warn" if probed.failed == "could not begin" else "exclude"
         name = f"check of devices {probed.failed}"
-        findings.append(Finding(name, "critical", action, probed.seen))
+        findings.append(Finding(name, "critical", "exclude", probed.seen))
     return findings + [finding for finding in watchers.poll() if finding.group != "note"]
 
 
-def judge_devices(parts: Mapping[str, Any], expected: int | None) -> list[Finding]:
+def judge_devices(report: Mapping[str, Any], expected: int | None) -> list[Finding]:
     """Findings by what the devices' probe has reported."""
     findings = []
-    devices = parts.get("devices", {})
-    if devices and expected is not None and devices["count"] != expected:
-        seen = f"{devices['count']} devices ({devices['platform']}) are there, {expected} expected"
+    if report and expected is not None and report["count"] != expected:
+        seen = f"{report['count']} devices ({report['platform']}) are there, {expected} expected"
         findings.append(Finding("gpu missing", "critical", "exclude", seen))
-    for seen in parts.get("products", {}).get("wrong", []):
+    for seen in report.get("wrong", ()):
         device = seen.partition(":")[0]
         findings.append(Finding("gpu computes wrongly", "critical", "exclude", seen, -1, device))
     return findings
@@ -95,27 +92,20 @@ def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
 
     Two rounds, three for an odd number of nodes; one for two nodes, whose faults look alike.
     """
-    if len(nodes) < 2:
-        return []
     ring = list(itertools.pairwise(nodes))
-    if len(nodes) == 2:
-        return [ring]
-    ring.append((nodes[0], nodes[-1]))
-    last = [[ring.pop()]] if len(nodes) % 2 else []
-    return [ring[0::2], ring[1::2], *last]
+    if len(nodes) > 2:
+        ring.append((nodes[0], nodes[-1]))
+    even = len(ring) // 2 * 2
+    return [pairs for pairs in (ring[:even:2], ring[1:even:2], ring[even:]) if pairs]
 
 
-def link(
-    coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Environ = None
-) -> str:
+def link(coordinator: str, index: int, seconds: float = SECONDS, environ: Environ = None) -> str:
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and
     checks them. Returns why the link fails, "" if it works."""
     join_seconds = str(max(int(seconds - 10), 5))
     probed = _probe("link", coordinator, str(index), join_seconds, seconds=seconds, environ=environ)
     # A probe that reports the exchange has done its work, however its process ends.
-    if "exchanged" in probed.parts:
-        return "; ".join(probed.parts["exchanged"]["wrong"])
-    return probed.seen
+    return "; ".join(probed.report["wrong"]) if probed.report else probed.seen
 
 
 def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
@@ -145,27 +135,24 @@ def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
     """Runs a probe to its end, or kills it when its time is up."""
     environ = os.environ if environ is None else environ
     module = [sys.executable, "-m", "zaya_jax.aegis.preflight"]
-    try:
-        probe = subprocess.Popen(
-            [*machine.die_with_parent_prefix(), *module, *arguments],
-            env={**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-        )
-    except OSError as error:
-        return Probed({}, "could not begin", f"{type(error).__name__}: {error}")
+    probe = subprocess.Popen(
+        [*machine.die_with_parent_prefix(), *module, *arguments],
+        env={**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
     code, out, err = _communicate(probe, seconds)
-    parts = _parts(out)
-    if "end" in parts and code == 0:
-        return Probed(parts)
-    after = f"after {next(reversed(parts))!r}" if parts else "before anything was done"
+    lines = re.findall(rf"{REPORT}(.*)\n", out.decode(errors="replace"))
+    report = json.loads(lines[-1]) if lines else {}
+    if report and code == 0:
+        return Probed(report)
     last = err.decode(errors="replace").strip().rpartition("\n")[2][-TAIL:]
     if code is None:
-        return Probed(parts, "hangs", f"no answer for {seconds:.0f} s, {after}. {last}".strip())
-    return Probed(parts, "failed", f"{exit_words(code)} {after}: {last}")
+        return Probed(report, "hangs", f"no answer for {seconds:.0f} s. {last}".strip())
+    return Probed(report, "failed", f"{exit_words(code)}: {last}")
 
 
 def _communicate(probe: subprocess.Popen, seconds: float) -> tuple[int | None, bytes, bytes]:
@@ -179,16 +166,6 @@ def _communicate(probe: subprocess.Popen, seconds: float) -> tuple[int | None, b
         return None, *probe.communicate(timeout=LAST_WORDS)
     except subprocess.TimeoutExpired as late:  # in a driver it may outlive the kill
         return None, late.stdout or b"", late.stderr or b""
-
-
-def _parts(out: bytes) -> dict[str, Any]:
-    parts = {}
-    for line in out.decode(errors="replace").splitlines():
-        # A library prints lines too, and a kill leaves half of one.
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-            fields = json.loads(line)
-            parts[fields.pop("part")] = fields
-    return parts
 
 
 class NodeCheck:
@@ -258,13 +235,13 @@ class NodeCheck:
             self._end_of_nodes()
         for pair in self._pairs:
             if self._waiting & set(pair) and not self._links.get(pair):
-                self._links[pair] = f"no answer within {LINK_SECONDS + ANSWER:g} s"
+                self._links[pair] = f"no answer within {SECONDS + ANSWER:g} s"
         if not self._rounds:
             return self._findings + judge_links(self._links)
         self._ticket = next(self._tickets)
         self._pairs = self._rounds.pop(0)
         self._waiting = {node for pair in self._pairs for node in pair}
-        self._until = now + LINK_SECONDS + ANSWER
+        self._until = now + SECONDS + ANSWER
         for pair in self._pairs:
             address = join_address(self._addresses[pair[0]], self._ports[pair[0]])
             for index, node in enumerate(pair):
@@ -283,9 +260,9 @@ class NodeCheck:
 # The probe
 
 
-def report(part: str, **fields: Any) -> None:
-    """A part has ended."""
-    print(json.dumps({"part": part, **fields}), flush=True)
+def report(**fields: Any) -> None:
+    """The work is done; what follows only ends the program."""
+    print(f"{REPORT}{json.dumps(fields)}", flush=True)
 
 
 def products(devices: list, matmul: Callable | None = None) -> list[str]:
@@ -336,8 +313,7 @@ def try_devices() -> None:
     import jax
 
     devices = jax.local_devices()
-    report("devices", count=len(devices), platform=devices[0].platform)
-    report("products", wrong=products(devices))
+    report(count=len(devices), platform=devices[0].platform, wrong=products(devices))
 
 
 def try_link(coordinator: str, index: str, seconds: str) -> None:
@@ -359,7 +335,6 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
     )
     devices = jax.devices()
     count, local = len(devices), len(jax.local_devices())
-    report("joined", devices=local)
     if count != 2 * local:
         raise RuntimeError(f"{local} devices here, {count - local} on the other node")
     length = SENT.get(devices[0].platform, SENT_ELSEWHERE) // 4
@@ -385,17 +360,10 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
         different = (np.asarray(shard.data) != numbers_of(sender)).sum()
         if different:
             wrong.append(f"device {shard.device.id}: {different} of {length} numbers came wrong")
-    report("exchanged", wrong=wrong)
+    report(wrong=wrong)
     jax.distributed.shutdown()
 
 
-def main(arguments: list[str]) -> None:
-    """The probe."""
-    probes: dict[str, Callable[..., None]] = {"devices": try_devices, "link": try_link}
-    name, *rest = arguments
-    probes[name](*rest)
-    report("end")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    probes: dict[str, Callable[..., None]] = {"devices": try_devices, "link": try_link}
+    probes[sys.argv[1]](*sys.argv[2:])
