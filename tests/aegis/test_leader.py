@@ -7,8 +7,8 @@ import json
 import math
 import os
 import sys
-import threading
 import time
+from unittest import mock
 
 import pytest
 from waiting import until
@@ -21,7 +21,7 @@ from zaya_jax.aegis.leader import FIELDS, Leader
 from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.cluster import events
 from zaya_jax.cluster.connections import OddMessage
-from zaya_jax.cluster.events import RunEvent
+from zaya_jax.cluster.events import Finding, RunEvent
 from zaya_jax.cluster.rank import split_address
 
 VIEW = [1, "step", 4, "wait", 0.1, 0.2, "S", [[4, 1.0, 0.5, 0.0]]]
@@ -106,22 +106,27 @@ def test_a_node_speaks_for_its_own_processes_alone(leader):
     assert leader.decider.state == "running"
 
 
-def test_the_last_save_before_an_exit_counts(leader, tmp_path, monkeypatch):
-    """The thread had listed the folder before the save, and answered for a look after it."""
-    looked, go_on = threading.Event(), threading.Event()
-
-    def slow(folder):
-        looked.set()
-        go_on.wait(5)
-        return steps.copy()
-
-    steps: list[int] = []
-    monkeypatch.setattr(leader_module.folders, "steps_in", slow)
-    assert looked.wait(5)  # the thread is in the folder, which has no step yet
-    steps.append(10)
-    go_on.set()
-    leader.receive(1, ["exited", 1, 1, 75], 1.0)
-    assert leader.decider.state == "ending" and leader._newest == 10
+@pytest.mark.parametrize("end", ["exit", "loss", "hang", "finding"])
+def test_the_last_save_before_an_end_counts(leader, tmp_path, monkeypatch, end):
+    """And the last one that is known, where the disk fails or hangs."""
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "10" / "checksums.json").touch()
+    broken = Finding(**(FINDING | {"action": "restart"}))
+    leader.take(
+        {
+            "exit": facts.Exited(1, 1, 75),
+            "loss": facts.AgentLost(1, "gone"),
+            "hang": facts.Hung(1, 1, "seen", "first", 5.0),
+            "finding": facts.Observed(1, broken),
+        }[end],
+        1.0,
+    )
+    assert leader.decider.state != "running" and leader.decider.newest_checkpoint == 10
+    monkeypatch.setattr(leader_module.folders, "steps_in", mock.Mock(side_effect=OSError))
+    leader._look_for_checkpoint(1, 1.0)
+    monkeypatch.setattr(leader_module.folders, "steps_in", lambda _: time.sleep(5))
+    leader._look_for_checkpoint(0.1, 1.0)
+    assert leader.decider.newest_checkpoint == 10
 
 
 @pytest.mark.parametrize(("patience", "state"), [(30.0, "running"), (6.0, "dumping")])
@@ -176,22 +181,14 @@ def test_a_command_gets_the_event(tmp_path):
     )
     said = []
     hook = Hook(script(tmp_path, text), said.append)
-    hook.tell(DIED)
+    # A zero byte, which no variable can hold, ended the thread, and no later event was passed on.
+    hook.tell(dataclasses.replace(DIED, seen="SIG\0KILL\x1b[2J"))
     hook.close()
     words, _, body = out.read_text().partition("{")
-    assert words == DIED.text()
-    assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
-    assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0 and not said
-
-
-def test_a_command_gets_what_a_variable_cannot_hold(tmp_path):
-    """A zero byte, in a line of a probe's, ended the thread, and no later event was passed on."""
-    hook = Hook(["true"], print)
-    odd = dataclasses.replace(DIED, seen="a\0b\n\x1b[2J")
-    assert odd.text().isprintable()  # it goes to the terminal too
-    hook.tell(odd)
-    hook.close()
-    assert hook.failed == 0 and not hook._queue.qsize()
+    assert words == (
+        "died process 7 on node3 at step 1200: SIG\ufffdKILL\ufffd[2J; disk full; restart at once"
+    )
+    assert json.loads("{" + body)["seen"] == "SIG\0KILL\x1b[2J" and not hook.failed and not said
 
 
 def test_a_disk_that_fails_for_a_moment_costs_no_event(tmp_path, monkeypatch):

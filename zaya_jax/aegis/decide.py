@@ -115,7 +115,7 @@ class Decider:
         self.nodes: tuple[int, ...] = ()
         self._forget_start()
         # Over all starts
-        self._newest_checkpoint = self._last_step = -1
+        self.newest_checkpoint = self._last_step = -1
         self._progress = -1  # the checkpoint that newer ones must exceed to count as progress
         self._recovering: tuple[Cause, int] | None = None  # and the step before; until a new step
         # Since the last progress
@@ -181,7 +181,7 @@ class Decider:
             case facts.CheckpointSeen(step):
                 if step > self._progress and self.state in (RunState.RUNNING, RunState.ENDING):
                     self._made_progress(step)
-                self._newest_checkpoint = step
+                self.newest_checkpoint = step
             case facts.Stepped(step):
                 self._stepped(step)
             case facts.StopRequested(signal_name):
@@ -398,11 +398,11 @@ class Decider:
         self._nodes_passed = ()
         self.start_number += 1
         self._forget_start()
-        self._progress = self._newest_checkpoint
+        self._progress = self.newest_checkpoint
         self._idle -= set(self.nodes)
         self._enter(RunState.RUNNING, 0.0, facts.Start(self.start_number, self.nodes))
         spares = [self._hosts[node] for node in self.usable() if node not in self.nodes]
-        begins = "newest checkpoint" if self._newest_checkpoint >= 0 else "beginning"
+        begins = "newest checkpoint" if self.newest_checkpoint >= 0 else "beginning"
         self._log(
             "started",
             extra={
@@ -411,7 +411,7 @@ class Decider:
                 "places": self.nodes,
                 "spares": spares,
             },
-            step=self._newest_checkpoint,
+            step=self.newest_checkpoint,
             done=f"from the {begins}",
         )
 

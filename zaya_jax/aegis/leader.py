@@ -14,8 +14,6 @@
 
 import contextlib
 import itertools
-import queue
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +28,11 @@ from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.aegis.preflight import NodeCheck
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import folders
-from zaya_jax.cluster import beats, events
+from zaya_jax.cluster import beats, events, leaving
 from zaya_jax.cluster.connections import OddMessage, matches_shape
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.rank import join_address, name_processes
 
-PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 LINES = 4  # of stacks that an event has
 FINDING = {
     "name": str,
@@ -93,10 +90,6 @@ class Leader:
         # The stacks of a start that hangs
         self._hung_process = -1
         self._stacks: dict[int, tuple[str, str]] = {}  # how they were had, and the line
-        # Checkpoints
-        self._newest = -1
-        self._questions: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
-        threading.Thread(target=self._watch_checkpoints, name="progress", daemon=True).start()
         self._look_for_checkpoint(5, now)  # from which the first start begins
 
     def agent_connected(self, node: int, host: str, address: str, now: float) -> None:
@@ -118,10 +111,6 @@ class Leader:
             case "views", views:
                 self._take_views(node, views, now)
             case "exited", process, code:
-                if self.decider.state == RunState.RUNNING:
-                    # Its last save counts as progress, so the folder is looked at before the end
-                    # is judged.
-                    self._look_for_checkpoint(PROGRESS, now)
                 if self.decider.node_of(process) == node:
                     self.take(facts.Exited(node, process, code), now)
             case "finding", finding:
@@ -160,8 +149,6 @@ class Leader:
 
     def poll(self, now: float) -> None:
         """Looks for progress, for hanging processes and for slow ones."""
-        # Progress first: it counts before a fault is judged.
-        self.take(facts.CheckpointSeen(self._newest), now)
         if self._check:
             findings = self._check.poll(now)
             if findings is not None:
@@ -203,6 +190,8 @@ class Leader:
 
     def take(self, fact: facts.Fact, now: float) -> None:
         """Has `decide` take a fact, and carries out its actions."""
+        if self.decider.state == RunState.RUNNING and _may_end(fact):
+            self._look_for_checkpoint(1, now)  # progress counts before an end is judged
         actions = self.decider.take(fact, now)
         starts = any(isinstance(action, facts.Start) for action in actions)
         # Before the actions, since a start opens a ledger of its own.
@@ -229,7 +218,7 @@ class Leader:
         processes = self._options.rules.processes
         self._hangs.begin()
         self._stragglers = Stragglers([node for node in nodes for _ in range(processes)])
-        self._ledger = TimeLedger(now, self._newest)
+        self._ledger = TimeLedger(now, self.decider.newest_checkpoint)
         self._step_reported, self._waits_for_link = -1, False
         address = join_address(self._addresses[nodes[0]], self._ports[nodes[0]])
         for slot, node in enumerate(nodes):
@@ -263,23 +252,25 @@ class Leader:
             self._keeper.add(events.RunEvent("spent", time.time(), **fields))
 
     def _look_for_checkpoint(self, seconds: float, now: float) -> None:
-        """Has the thread look, and waits for its answer; not for ever, since the disk may hang."""
-        answered = threading.Event()
-        self._questions.put(answered)
-        answered.wait(seconds)
-        self.take(facts.CheckpointSeen(self._newest), now)
+        """Says which checkpoint is the newest; nothing where the disk fails, or hangs."""
+        newest: list[int] = []
 
-    def _watch_checkpoints(self) -> None:
-        """Keeps `_newest`; in a thread, since the disk may hang."""
-        folder = self._options.workdir / "checkpoints"
-        while self.outcome is None:
-            question = None
-            with contextlib.suppress(queue.Empty):
-                question = self._questions.get(timeout=PROGRESS)
+        def look() -> None:
             with contextlib.suppress(OSError):
-                self._newest = max(folders.steps_in(folder), default=-1)
-            if question:
-                question.set()
+                newest.append(
+                    max(folders.steps_in(self._options.workdir / "checkpoints"), default=-1)
+                )
+
+        leaving.within(seconds, look)
+        if newest:
+            self.take(facts.CheckpointSeen(newest[0]), now)
+
+
+def _may_end(fact: facts.Fact) -> bool:
+    """Whether a start may come to its end by this."""
+    if isinstance(fact, facts.Observed):
+        return fact.finding.action in ("restart", "exclude")
+    return isinstance(fact, facts.Exited | facts.AgentLost | facts.Hung)
 
 
 def _last_start(workdir: Path) -> int:
