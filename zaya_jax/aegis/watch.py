@@ -3,18 +3,18 @@
     watchers = Watchers("/")
     watchers.poll()        list[Finding]; the first call only remembers the state that it finds
 
-`limits` has the limits, and compares counters and states with them. Each watcher has a thread of
-its own: a driver that hangs is a finding, and delays nothing else.
+`limits` has the limits, and compares counters and states with them. Each watcher reads in a thread
+of its own: a driver that hangs is a finding, is waited for once, and keeps no other from being read.
 """
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zaya_jax.aegis import watch_gpu
 from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
+from zaya_jax.cluster import leaving
 from zaya_jax.cluster.events import Finding
 
 INFINIBAND = "sys/class/infiniband"
@@ -108,56 +108,40 @@ class Watchers:
 
     def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
-        for reader in self._readers:
-            reader.begin(self._clock())
-        until = time.monotonic() + self._patience
-        return [
-            found
-            for reader in self._readers
-            for found in reader.end(max(until - time.monotonic(), 0.0))
-        ]
+        now = self._clock()
+        return [found for one in self._readers for found in one.look(now, self._patience)]
 
 
 class _Reader:
-    """A watcher, its memory, and the thread in which it reads."""
+    """A watcher and its memory. It reads in a thread of its own, which is left behind if it
+    hangs."""
 
     def __init__(self, watcher: Watcher):
         self._watcher, self._judge = watcher, Judge()
-        self._thread: threading.Thread | None = None  # while a reading goes on
+        self._reads = False
         self._found: list[Finding] = []
-        self._since, self._late = 0.0, False  # whether it is said that a reading is late
 
-    def begin(self, now: float) -> None:
-        """Starts reading, unless the last time goes on still."""
-        if self._thread is None:
-            self._found, self._judge.now, self._since = [], now, time.monotonic()
-            self._thread = threading.Thread(
-                target=self._read, name=f"watch {self._watcher.name}", daemon=True
-            )
-            self._thread.start()
+    def look(self, now: float, seconds: float) -> list[Finding]:
+        """The findings, those of a late reading too; or once that it takes too long."""
+        if self._reads:  # still, and that is said
+            return []
+        self._reads, self._judge.now = True, now
+        if not leaving.within(seconds, self._read):
+            return [self._is_late(seconds)]
+        found, self._found = self._found, []
+        return found + self._watcher.tree.notes()
 
-    def end(self, seconds: float) -> list[Finding]:
-        """The findings, or once that it takes too long."""
-        assert self._thread
-        self._thread.join(0.0 if self._late else seconds)  # one that hangs is waited for once
-        if self._thread.is_alive():
-            said, self._late = self._late, True
-            return [] if said else [self._is_late()]
-        self._thread, self._late, self._judge.first = None, False, False
-        return self._found + self._watcher.tree.notes()
-
-    def _is_late(self) -> Finding:
-        seen = (
-            f"reading of {self._watcher.name} has not ended after"
-            f" {time.monotonic() - self._since:.0f} s"
-        )
-        if self._watcher.name in ("amd", "nvidia"):
+    def _is_late(self, seconds: float) -> Finding:
+        name = self._watcher.name
+        seen = f"reading of {name} has not ended after {seconds:.0f} s"
+        if name in ("amd", "nvidia"):
             limit = BY_NAME["gpu does not answer"]
-            return Finding(limit.name, limit.group, limit.action, seen, -1, self._watcher.name)
-        return Finding("watcher does not answer", "critical", "warn", seen, -1, self._watcher.name)
+            return Finding(limit.name, limit.group, limit.action, seen, -1, name)
+        return Finding("watcher does not answer", "critical", "warn", seen, -1, name)
 
     def _read(self) -> None:
         try:
-            self._found.extend(self._watcher.poll(self._judge))
+            self._found += self._watcher.poll(self._judge)
         except Exception as error:  # a watcher's defect is a note, and ends nothing
             self._watcher.tree.note(f"{self._watcher.name}: {type(error).__name__}: {error}")
+        self._reads = self._judge.first = False
