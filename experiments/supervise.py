@@ -73,7 +73,7 @@ def parser() -> cli.Parser:
     add("--agent", type=cli.number(int, 0), metavar="I", help="index of this agent, from 0")
     add(
         "--command",
-        type=command_line,
+        type=shlex.split,
         metavar="COMMAND",
         help="run this at each event, with the event as JSON on stdin",
     )
@@ -89,16 +89,6 @@ def parser() -> cli.Parser:
     )
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
     return options
-
-
-def command_line(text: str) -> list[str]:
-    """The words of a command."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no command line ({error}); mend its quotes"
-        ) from None
 
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
@@ -168,11 +158,9 @@ def report(workdir: Path) -> int:
         )
     for event in history:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-        who = f"process {event.process}" if event.process >= 0 else ""
-        seconds = f"{event.seconds:.1f} s" if event.seconds else ""
-        words = [event.node, who, event.seen, event.concluded, event.done, seconds]
+        seconds = f" ({event.seconds:.1f} s)" if event.seconds else ""
         if event.kind != "spent":
-            print(f"{when}  {event.kind:<12}{'; '.join(filter(None, words))}")
+            print(f"{when}  {event.text()}{seconds}")
     print(f"\n{account_text(accounts.account_of(history))}\nReport: {write_report(workdir)}")
     return cli.DONE
 

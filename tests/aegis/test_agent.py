@@ -252,7 +252,7 @@ def test_a_refused_start_leaves_nothing(tmp_path):
         (["--workdir=x"], "--workdir"),
         (["--processes=0", "--", "--workdir=x"], "--processes"),
         (["--processes=2", "--", "--workdir=x"], "--processes=2 does not divide the node's 3 GPUs"),
-        (["--command=a 'b", "--", "--workdir=x"], "is no command line (No closing quotation)"),
+        (["--command=a 'b", "--", "--workdir=x"], "--command: invalid split value"),
         (
             ["--agents=2", "--", "--workdir=x"],
             "--coordinator (JAX_COORDINATOR_ADDRESS) and --agent (NODE)",

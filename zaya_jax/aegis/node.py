@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zaya_jax.aegis import log_rules, machine, preflight, stacks, watch
 from zaya_jax.aegis.decide import Rules
@@ -81,8 +81,7 @@ class Node:
         self._options, self._selector = options, selector
         self._keeper, self._terminal = keeper, terminal
         self._tell = tell
-        # A file in memory, to which the processes of this start write their beats.
-        self._beats_fd = -1
+        self._beats = _file_in_memory(0)  # to which the processes of this start write their beats
         self.processes: dict[int, Process] = {}
         self._start_number, self._views_sent_at = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -110,16 +109,15 @@ class Node:
     def start(self, number: int, address: str, count: int, first: int) -> None:
         self._start_number = number
         self._matcher = log_rules.Matcher()  # each start counts its lines anew
-        self._close_beats()
-        self._beats_fd = os.memfd_create("beats")
-        os.truncate(self._beats_fd, count * beats.SIZE)
+        self._beats.close()
+        self._beats = _file_in_memory(count * beats.SIZE)
         for i in range(self._options.rules.processes):
             index = first + i
             variables = {
                 "JAX_COORDINATOR_ADDRESS": address,
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
-                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._beats_fd}",
+                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._beats.fileno()}",
                 "PYTHONUNBUFFERED": "1",
             }
             gpus, near = machine.part_of_gpus(self._numa, i, self._options.rules.processes)
@@ -191,12 +189,7 @@ class Node:
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(max(until - time.monotonic(), 0.0))
-        self._close_beats()
-
-    def _close_beats(self) -> None:
-        if self._beats_fd >= 0:
-            os.close(self._beats_fd)
-        self._beats_fd = -1
+        self._beats.close()
 
     def _tell_views(self, processes: Iterable[Process]) -> None:
         views = [self._view(process, time.monotonic()) for process in processes]
@@ -204,7 +197,7 @@ class Node:
 
     def _view(self, process: Process, now: float) -> View:
         state = stacks.state(process.popen.pid)
-        beat = beats.read(f"/proc/self/fd/{self._beats_fd}", process.index)
+        beat = beats.read(f"/proc/self/fd/{self._beats.fileno()}", process.index)
         if beat is None:
             age = now - process.started
             return View(process.index, "", 0, "", age, age, state)
@@ -296,6 +289,13 @@ class Node:
             for finding in [*watchers.poll(), *kernel.poll()]:
                 self._put_finding(finding)
             time.sleep(WATCH_PERIOD)
+
+
+def _file_in_memory(size: int) -> BinaryIO:
+    """One without a name, which leaves nothing behind."""
+    file = os.fdopen(os.memfd_create("beats"), "w+b")
+    file.truncate(size)
+    return file
 
 
 def _free_port() -> int:

@@ -61,9 +61,9 @@ def through(host: str, port: int) -> str:
 
     The client keeps a call open on which the coordinator would report errors. When the connection
     closes, which the system sees to as soon as process 0 is killed, the client ends its own process
-    with SIGABRT and a stack trace. JAX passes it no callback for that, and one passed by hand fails
-    too (std::bad_cast, jaxlib 0.12.0). Behind the relay the client's connection stays open, and
-    silent: `lifelines` ends the process, and says why.
+    with SIGABRT and a stack trace. JAX passes it no callback for that, one passed by hand fails
+    (std::bad_cast, jaxlib 0.12.0), and jax_enable_recoverability changes nothing of it. Behind the
+    relay the client's connection stays open, and silent: `lifelines` ends the process, and says why.
 
     Called once in a process. On Linux the address is a name without a file, which no http_proxy is
     asked for.
