@@ -185,12 +185,13 @@ class Store:
 
 
 def processes_of(agent: int) -> dict[int, Victim]:
-    """The training's processes below an agent, by their index."""
+    """The training's processes of an agent, by their index: those that write to its beats."""
     victims = {}
-    for pid in _below(agent):
-        variables = _environ(pid)
-        if beats.VARIABLE in variables and "JAX_PROCESS_ID" in variables:
-            victim = Victim(int(variables["JAX_PROCESS_ID"]), pid, variables[beats.VARIABLE])
+    for folder in Path("/proc").glob("[0-9]*"):
+        variables = _environ(folder)
+        path = variables.get(beats.VARIABLE, "")
+        if path.startswith(f"/proc/{agent}/"):
+            victim = Victim(int(variables["JAX_PROCESS_ID"]), int(folder.name), path)
             if victim.beat():  # not the program that becomes it, nor a worker of its own
                 victims[victim.number] = victim
     return victims
@@ -271,20 +272,10 @@ def _port(address: str) -> str:
     return address.rsplit(":", 1)[1]
 
 
-def _below(pid: int) -> Iterator[int]:
+def _environ(process: Path) -> dict[str, str]:
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in map(int, children):
-        yield child
-        yield from _below(child)
-
-
-def _environ(pid: int) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+        raw = (process / "environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
     return {

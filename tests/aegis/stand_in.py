@@ -4,7 +4,7 @@ WORKDIR OPTIONS`.
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step
 is a checkpoint, and a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which
 step:
-`STEP kill|stop|exit N|spin|lock|orphan|print TEXT`.
+`STEP kill|stop|exit N|spin|lock|orphan`.
 """
 
 import dataclasses
@@ -100,8 +100,6 @@ def befall(file: Path, step: int) -> None:
         case "orphan":  # a child that leaves the group prints for as long as the pipe is there
             subprocess.Popen(["yes"], start_new_session=True)
             os._exit(9)
-        case "print":
-            print(how[0], flush=True)
 
 
 def stand_still_here() -> None:
