@@ -1,5 +1,6 @@
-"""The lifelines between processes, with threads and bare sockets for processes: who is silent, whose
-end counts; whatever one end of a connection sends, the other goes on."""
+"""The lifelines between processes, with threads and bare sockets for processes: who is missing at
+the roll call, who is silent, whose end counts; whatever one end of a connection sends, the other
+goes on."""
 
 import contextlib
 import logging
@@ -13,9 +14,10 @@ import pytest
 from multiprocess_runs import STRANGE, free_port
 from waiting import until
 
-from zaya_jax.cluster import connections, lifelines
+from zaya_jax.cluster import connections
 from zaya_jax.cluster.lifelines import Lifelines, RunEnd
-from zaya_jax.cluster.rank import Rank
+from zaya_jax.cluster.rank import LostProcess, Rank
+from zaya_jax.config import UserError
 
 HOST = socket.gethostname()
 
@@ -98,24 +100,60 @@ def test_an_error_of_one_is_everybodys_once_all_have_answered():
     assert set(run.wait_for_ends(3).values()) == {RunEnd(1, 2, HOST, "by none")}
 
 
-def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
-    run = Run(4, 20)
-    raised = []
+@contextlib.contextmanager
+def calling(ranks, seconds=20):
+    """A roll call of these all at once; what each raises, complete after it."""
+    raised = {}
+    lines = [Lifelines(rank, 60, lambda end: None) for rank in ranks]
 
-    def call(one):
-        with pytest.raises(lifelines.LostProcess) as error:
-            one.roll_call(20)
-        raised.append(str(error.value))
+    def call(place):
+        try:
+            lines[place].roll_call(seconds)
+            lines[place].hang_up()
+        except Exception as error:
+            raised[place] = error
 
-    threads = [threading.Thread(target=call, args=(one,)) for one in run.lifelines[:2]]
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(lines))]
     for thread in threads:
         thread.start()
-    # losses before a process comes do not concern it
-    until(lambda: 1 in run.lifelines[0]._connections)
-    bare(run, 2).close()
+    yield lines, raised
     for thread in threads:
-        thread.join()
-    assert len(set(raised)) == 1 and raised[0].startswith(f"process 2 on {HOST} is gone")
+        thread.join(20)
+
+
+def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
+    run = Run(4, 20)
+    with calling([Rank(run.address, 4, i) for i in range(2)]) as (lines, raised):
+        # losses before a process comes do not concern it
+        until(lambda: 1 in lines[0]._connections)
+        bare(run, 2).close()
+    texts = {str(error) for error in raised.values()}
+    assert len(raised) == 2 and {type(error) for error in raised.values()} == {LostProcess}
+    assert len(texts) == 1 and texts.pop().startswith(f"process 2 on {HOST} is gone")
+
+
+def test_all_who_come_go_on_and_the_port_is_free_again():
+    address = f"localhost:{free_port()}"
+    for _ in range(2):
+        with calling([Rank(address, 4, i) for i in (3, 1, 2, 0)]) as (_, raised):
+            pass
+        assert not raised
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "kind", "words"),
+    [
+        ([(6, 0), (6, 2), (6, 3)], 1, LostProcess, "processes 1, 4 and 5 of 6 did not come within"),
+        ([(2, 0), (3, 2)], 5, UserError, "counts 3"),
+        ([(3, 0), (3, 1), (3, 1)], 5, UserError, "process 1 is there twice"),
+    ],
+)
+def test_who_is_missing_or_contradicts_the_others_is_named_by_all(ranks, seconds, kind, words):
+    address = f"localhost:{free_port()}"
+    with calling([Rank(address, *rank) for rank in ranks], seconds) as (_, raised):
+        pass
+    assert len(raised) == len(ranks), raised
+    assert all(type(error) is kind and words in str(error) for error in raised.values()), raised
 
 
 def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process():

@@ -1,15 +1,9 @@
-"""A process's rank, from flags, variables, Slurm, a pod; refusals; the processes missing at the
-roll call."""
-
-import threading
+"""The rank of a process or an agent, from flags, variables, Slurm, a pod; refusals."""
 
 import pytest
-from multiprocess_runs import free_port
 from refusals import refusal
 
-from zaya_jax.cluster.lifelines import Lifelines
-from zaya_jax.cluster.rank import LostProcess, Rank, find_agent_rank, find_rank
-from zaya_jax.config import UserError
+from zaya_jax.cluster.rank import Rank, find_agent_rank, find_rank
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -109,53 +103,6 @@ def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, wo
     find = (find_agent_rank, environ) if given is None else (find_rank, environ, given)
     said = refusal(*find)
     assert all(word in said for word in words), said
-
-
-def call(ranks, seconds):
-    """The roll call's error for each rank, all at once."""
-    raised: dict[int, Exception | None] = {}
-
-    def one(i, rank):
-        try:
-            lines = Lifelines(rank, 60, lambda end: None)
-            lines.roll_call(seconds)
-            lines.hang_up()
-            raised[i] = None
-        except Exception as error:
-            raised[i] = error
-
-    threads = [threading.Thread(target=one, args=item) for item in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return [raised[i] for i in range(len(ranks))]
-
-
-def test_all_who_come_go_on_and_the_port_is_free_again():
-    address = f"localhost:{free_port()}"
-    for _ in range(2):
-        assert call([Rank(address, 4, i) for i in (3, 1, 2, 0)], 10) == [None] * 4
-
-
-def test_who_did_not_come_is_named_by_all_who_did():
-    address = f"localhost:{free_port()}"
-    errors = call([Rank(address, 6, i) for i in (0, 2, 3)], 1)
-    assert all(isinstance(error, LostProcess) for error in errors), errors
-    assert {str(error) for error in errors} == {"processes 1, 4 and 5 of 6 did not come within 1 s"}
-
-
-def test_contradictions_between_processes_are_bad_input():
-    address = f"localhost:{free_port()}"
-    errors = call([Rank(address, 2, 0), Rank(address, 3, 2)], 5)
-    assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), (
-        errors
-    )
-    errors = call([Rank(address, 3, 0), Rank(address, 3, 1), Rank(address, 3, 1)], 5)
-    assert all(
-        isinstance(error, UserError) and "process 1 is there twice" in str(error)
-        for error in errors
-    )
 
 
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
