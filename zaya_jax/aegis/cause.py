@@ -124,17 +124,15 @@ def first_end(
 def _explanation(first: facts.Exited, recent: Findings) -> facts.Observed | None:
     """The finding that explains an end: the first critical one, which isolates its host; without
     one the first of all. Consequences are notes, and explain nothing."""
-    explain = [(when, found) for when, found in recent if found.finding.action != "note"]
-    if by_signal(first.code):  # lines of others follow from it
-        mine = (first.node, -1), (first.node, first.process)
-        explain = [(when, f) for when, f in explain if (f.node, f.finding.process) in mine]
-
-    def order(entry: tuple[float, facts.Observed]) -> tuple[bool, float]:
-        when, observed = entry
+    explain: list[tuple[bool, float, facts.Observed]] = []
+    for when, observed in recent:
         finding = observed.finding
-        return finding.group != "critical" or finding.action == "warn", when
-
-    return min(explain, key=order, default=(0.0, None))[1]
+        mine = observed.node == first.node and finding.process in (-1, first.process)
+        # What kills by a signal is no line of others: those follow from it.
+        if finding.action != "note" and (mine or not by_signal(first.code)):
+            isolates = finding.group == "critical" and finding.action != "warn"
+            explain.append((not isolates, when, observed))
+    return min(explain, key=lambda entry: entry[:2])[2] if explain else None
 
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:

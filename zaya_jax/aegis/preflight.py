@@ -96,7 +96,7 @@ def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     if len(nodes) > 2:
         ring.append((nodes[0], nodes[-1]))
     even = len(ring) // 2 * 2
-    return [pairs for pairs in (ring[:even:2], ring[1:even:2], ring[even:]) if pairs]
+    return list(filter(None, (ring[:even:2], ring[1:even:2], ring[even:])))
 
 
 def link(coordinator: str, index: int, seconds: float = SECONDS, environ: Environ = None) -> str:
@@ -105,7 +105,7 @@ def link(coordinator: str, index: int, seconds: float = SECONDS, environ: Enviro
     join_seconds = str(max(int(seconds - 10), 5))
     probed = _probe("link", coordinator, str(index), join_seconds, seconds=seconds, environ=environ)
     # A probe that reports the exchange has done its work, however its process ends.
-    return "; ".join(probed.report["wrong"]) if probed.report else probed.seen
+    return "; ".join(probed.report.get("wrong", [probed.seen]))
 
 
 def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
