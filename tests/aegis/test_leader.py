@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from waiting import until
 
-from zaya_jax.aegis import facts
+from zaya_jax.aegis import facts, keeping
 from zaya_jax.aegis import leader as leader_module
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Hook, Keeper
@@ -210,8 +210,11 @@ def test_a_disk_that_fails_for_a_moment_costs_no_event(tmp_path, monkeypatch):
     keeper.close()
 
 
-def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):
-    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), print, seconds=0.5)
+def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(keeping, "SECONDS", 0.5)
+    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), print)
     begin = time.monotonic()
     for _ in range(300):
         hook.tell(DIED)

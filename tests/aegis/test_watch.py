@@ -3,8 +3,10 @@ exception."""
 
 import random
 import re
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import watched
@@ -13,18 +15,20 @@ from zaya_jax.aegis import accounts, limits, log_rules, watch
 
 
 @pytest.fixture
-def node(tmp_path):
+def node(tmp_path, monkeypatch):
     """A healthy node of MI300X, watched; `node.poll(seconds)` looks after so many."""
-    return Node(watched.lay(tmp_path, "mi300x"))
+    return Node(watched.lay(tmp_path, "mi300x"), watched.NoNvml(), monkeypatch)
 
 
 class Node:
-    def __init__(self, root, nvml=None):
-        self.root, self.clock = root, watched.Clock()
-        self.watchers = watch.Watchers(root, nvml or watched.NoNvml(), self.clock)
+    def __init__(self, root, nvml, monkeypatch):
+        self.root, self.now = root, 1000.0
+        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        self.watchers = watch.Watchers(root)
 
     def poll(self, seconds=5.0):
-        self.clock.now += seconds
+        self.now += seconds
         return self.watchers.poll()
 
     def looks(self, count=8):
@@ -106,9 +110,9 @@ H200 = {
 
 
 @pytest.mark.parametrize("fault", H200)
-def test_faults_by_nvml(tmp_path, fault):
+def test_faults_by_nvml(tmp_path, monkeypatch, fault):
     nvml = watched.Nvml()
-    node = Node(tmp_path, nvml)
+    node = Node(tmp_path, nvml, monkeypatch)
     assert node.poll() == node.poll() == []
     H200[fault](nvml.cards[3])
     found = [f for _ in range(8) for f in node.poll() if f.group != "note"]
@@ -193,9 +197,9 @@ def test_counters_that_wrap_begin_anew(node):
         assert [f for f in node.poll(3600) if "Driver Not Loaded" not in f.seen] == []
 
 
-def test_a_driver_that_hangs_is_a_finding_and_holds_up_nobody(tmp_path):
+def test_a_driver_that_hangs_is_a_finding_and_holds_up_nobody(tmp_path, monkeypatch):
     nvml, gate = watched.Nvml(), threading.Event()
-    node = Node(tmp_path, nvml)
+    node = Node(tmp_path, nvml, monkeypatch)
     node.watchers._patience = 0.2
     node.looks(2)
     before = nvml.cards[0]["errors"]

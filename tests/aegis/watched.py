@@ -17,16 +17,6 @@ def lay(root, name):
     return root
 
 
-class Clock:
-    """Seconds that a test moves on."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 class NoNvml:
     """A node without NVIDIA's driver."""
 

@@ -27,7 +27,7 @@ def main() -> int:
                 multihost.barrier("crossing")
             print("crossed", flush=True)
             if index != 1:
-                multihost.barrier("supper", 2)
+                multihost.barrier("supper")
             time.sleep(60)  # ended by the others
         case "bad input" | "storage" | "bug":
             who, error = {

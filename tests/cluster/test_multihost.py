@@ -43,12 +43,12 @@ def lose(scene, victim, number, folder, count, seconds=5):
 
 
 def test_processes_meet_and_name_who_is_missing(tmp_path):
-    results = play("meet", tmp_path, count=3)
+    results = play("meet", tmp_path, count=3, ZAYA_WAIT_SECONDS="10")
     for result in results:
         assert "first: {'who': 0}\nagain: [0, 'twice']\n" in result.out
         assert "all: {'worst': 2.0, 'mean': 1.0, 'sum': 3.0}\ncrossed" in result.out
         assert result.code == 1
-    line = "process 1 of 3 did not reach 'supper' within 2 s; see their logs"
+    line = "process 1 of 3 did not reach 'supper' within 10 s; see their logs"
     assert line in results[0].err and results[0].err.count("\n") == 1
     assert "Traceback" not in "".join(result.err for result in results)
 

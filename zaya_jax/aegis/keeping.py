@@ -142,10 +142,8 @@ class Keeper(_Worker):
 class Hook(_Worker):
     """Runs a command at each event, and says when it first fails, and at the end how often."""
 
-    def __init__(
-        self, command: Sequence[str], say: Callable[[str], None], seconds: float = SECONDS
-    ):
-        self._command, self._say, self._seconds, self.failed = command, say, seconds, 0
+    def __init__(self, command: Sequence[str], say: Callable[[str], None]):
+        self._command, self._say, self.failed = command, say, 0
         super().__init__("hook", WAITING)
 
     def tell(self, event: events.RunEvent) -> None:
@@ -170,7 +168,7 @@ class Hook(_Worker):
                 self._command,
                 input=item.line().encode(),
                 env=os.environ | words,
-                timeout=self._seconds,
+                timeout=SECONDS,
                 check=True,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

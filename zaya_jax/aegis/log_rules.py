@@ -48,7 +48,7 @@ TAKEN_BACK = (
     ),
 )
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
-_RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
+_RECORD = re.compile(r"^\d+,\d+,\d+,[^;\n]{0,80};")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +90,8 @@ class Matcher:
         self._in_traceback: dict[tuple[int, int], bool] = {}  # of a process's stream
         self._counts: dict[tuple[int, str, str], int] = {}
 
-    def feed(self, process: int, line: str | bytes, stream: int = 2) -> list[Finding]:
-        """The findings of a process's line; bytes need not be UTF-8."""
-        if isinstance(line, bytes):
-            line = line[: 4 * LONGEST].decode("utf-8", errors="replace")
+    def feed(self, process: int, line: str, stream: int = 2) -> list[Finding]:
+        """The findings of a process's line."""
         raised = self._in_traceback.get((process, stream), False)
         begins = line.startswith(("Traceback (most recent call last)", '  File "'))
         self._in_traceback[process, stream] = begins or (raised and line[:1].isspace())
@@ -149,7 +147,7 @@ class Kernel:
             seen = f"{self._path}: {error.strerror}"
             return [] if said else [Finding("kernel log unreadable", "note", "note", seen)]
 
-    def _lines(self, file: int) -> list[bytes]:
+    def _lines(self, file: int) -> list[str]:
         """The new records without their numbers; a record's further lines (` KEY=value`) say
         nothing more."""
         data = b""
@@ -164,4 +162,5 @@ class Kernel:
             if not part:
                 break
             data += part
-        return [_RECORD.sub(b"", line) for line in data.split(b"\n") if not line.startswith(b" ")]
+        lines = data.decode(errors="replace").split("\n")
+        return [_RECORD.sub("", line) for line in lines if not line.startswith(" ")]

@@ -252,7 +252,7 @@ class Node:
 
     def _match(self, process: int, stream: int, line: bytes) -> None:
         if line:
-            for finding in self._matcher.feed(process, line, stream):
+            for finding in self._matcher.feed(process, line.decode(errors="replace"), stream):
                 self._tell(["finding", dataclasses.asdict(finding)])
 
     def _run_in_thread(self, work: Callable[[], list]) -> None:

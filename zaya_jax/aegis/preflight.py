@@ -11,7 +11,7 @@ Anything that may hang runs in a process of its own, this module as a program, w
 device that does not answer is a finding too. The program prints one line of JSON, after REPORT:
 
     python -m zaya_jax.aegis.preflight devices
-    python -m zaya_jax.aegis.preflight link COORDINATOR INDEX SECONDS
+    python -m zaya_jax.aegis.preflight link COORDINATOR INDEX
 """
 
 import itertools
@@ -30,6 +30,7 @@ from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.rank import join_address
 
 SECONDS = 50.0  # for all of a node's check, and for a pair's
+JOIN_SECONDS = 40  # of a pair's: for the other one to come
 # Seconds that an answer to the leader may take beyond the time that a node gives itself.
 ANSWER = 10.0
 TAIL = 300  # characters of a probe's last line on stderr
@@ -43,7 +44,6 @@ SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
 SENT_ELSEWHERE = 1 << 26
 LAST_WORDS = 2.0  # seconds for those of a killed probe
 
-Environ = Mapping[str, str] | None  # of a probe; None: this process's
 Pair = tuple[int, int]  # of nodes
 NodeFinding = tuple[int, Finding]  # with its node, -1 if it is of no single one
 
@@ -57,16 +57,11 @@ class Probed(NamedTuple):
     seen: str = ""
 
 
-def check(
-    expected: int | None = None,
-    root: str | Path = "/",
-    seconds: float = SECONDS,
-    environ: Environ = None,
-) -> list[Finding]:
+def check(expected: int | None = None, root: str | Path = "/") -> list[Finding]:
     """The faults of this node."""
     watchers = watch.Watchers(root)
     watchers.poll()
-    probed = _probe("devices", seconds=seconds, environ=environ)
+    probed = _probe("devices")
     findings = judge_devices(probed.report, expected)
     if probed.failed:
         name = f"check of devices {probed.failed}"
@@ -99,11 +94,10 @@ def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     return list(filter(None, (ring[:even:2], ring[1:even:2], ring[even:])))
 
 
-def link(coordinator: str, index: int, seconds: float = SECONDS, environ: Environ = None) -> str:
+def link(coordinator: str, index: int) -> str:
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and
     checks them. Returns why the link fails, "" if it works."""
-    join_seconds = str(max(int(seconds - 10), 5))
-    probed = _probe("link", coordinator, str(index), join_seconds, seconds=seconds, environ=environ)
+    probed = _probe("link", coordinator, str(index))
     # A probe that reports the exchange has done its work, however its process ends.
     return "; ".join(probed.report.get("wrong", [probed.seen]))
 
@@ -131,34 +125,33 @@ def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
     return findings
 
 
-def _probe(*arguments: str, seconds: float, environ: Environ) -> Probed:
+def _probe(*arguments: str) -> Probed:
     """Runs a probe to its end, or kills it when its time is up."""
-    environ = os.environ if environ is None else environ
     module = [sys.executable, "-m", "zaya_jax.aegis.preflight"]
     probe = subprocess.Popen(
         [*machine.die_with_parent_prefix(), *module, *arguments],
-        env={**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
         cwd=Path(__file__).parents[2],
     )
-    code, out, err = _communicate(probe, seconds)
+    code, out, err = _communicate(probe)
     lines = re.findall(rf"{REPORT}(.*)\n", out.decode(errors="replace"))
     report = json.loads(lines[-1]) if lines else {}
     if report and code == 0:
         return Probed(report)
     last = err.decode(errors="replace").strip().rpartition("\n")[2][-TAIL:]
     if code is None:
-        return Probed(report, "hangs", f"no answer for {seconds:.0f} s. {last}".strip())
+        return Probed(report, "hangs", f"no answer for {SECONDS:g} s. {last}".strip())
     return Probed(report, "failed", f"{exit_words(code)}: {last}")
 
 
-def _communicate(probe: subprocess.Popen, seconds: float) -> tuple[int | None, bytes, bytes]:
+def _communicate(probe: subprocess.Popen) -> tuple[int | None, bytes, bytes]:
     """A probe's exit code, stdout and stderr; no code if it had to be killed."""
     try:
-        out, err = probe.communicate(timeout=seconds)
+        out, err = probe.communicate(timeout=SECONDS)
         return probe.returncode, out, err
     except subprocess.TimeoutExpired:
         probe.kill()
@@ -316,7 +309,7 @@ def try_devices() -> None:
     report(count=len(devices), platform=devices[0].platform, wrong=products(devices))
 
 
-def try_link(coordinator: str, index: str, seconds: str) -> None:
+def try_link(coordinator: str, index: str) -> None:
     """One of two nodes: every device sends known numbers to its partner on the other one, and
     checks what it receives."""
     import jax
@@ -329,7 +322,7 @@ def try_link(coordinator: str, index: str, seconds: str) -> None:
         coordinator,
         2,
         int(index),
-        initialization_timeout=int(seconds),
+        initialization_timeout=JOIN_SECONDS,
         cluster_detection_method="deactivate",
         shutdown_timeout_seconds=10,
     )

@@ -9,7 +9,7 @@ of its own: a driver that hangs is a finding, is waited for once, and keeps no o
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_jax.aegis import watch_gpu
@@ -94,21 +94,16 @@ class Ports(Watcher):
 
 
 class Watchers:
-    """All of a node. `nvml` and `clock` are given by tests."""
+    """All of a node."""
 
-    def __init__(
-        self,
-        root: str | Path = "/",
-        nvml: object | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._clock, self._patience = clock, BY_NAME["gpu does not answer"].at
-        kinds = (watch_gpu.Amd, lambda tree: watch_gpu.Nvidia(tree, nvml), Ports, Host)
-        self._readers = [_Reader(make(Tree(root))) for make in kinds]
+    def __init__(self, root: str | Path = "/"):
+        self._patience = BY_NAME["gpu does not answer"].at
+        kinds = (watch_gpu.Amd, watch_gpu.Nvidia, Ports, Host)
+        self._readers = [_Reader(kind(Tree(root))) for kind in kinds]
 
     def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
-        now = self._clock()
+        now = time.monotonic()
         return [found for one in self._readers for found in one.look(now, self._patience)]
 
 

@@ -1,7 +1,7 @@
 """Watches the node's GPUs: AMD's through sysfs, NVIDIA's through NVML, with the same limits.
 
     Amd(tree)             /sys/class/drm/card*/device, which needs no permission and no library
-    Nvidia(tree, nvml)    nvidia-ml-py's module `pynvml`, if it can be imported; tests give a module of their own
+    Nvidia(tree)          nvidia-ml-py's module `pynvml`, if it can be imported
 
 A figure that a card or a driver does not give is missing in its reading, and is not judged.
 """
@@ -126,15 +126,11 @@ class Nvidia(_Gpus):
 
     name = "nvidia"
 
-    def __init__(self, tree: Tree, nvml: Any = None):
-        super().__init__(tree)
-        self._given = nvml
-
     @functools.cached_property
     def _nvml(self) -> Any:
         """The library; None where it is not installed, or finds no driver."""
         try:
-            nvml = self._given or importlib.import_module("pynvml")
+            nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             return nvml
         except ImportError:  # a node without such GPUs has no need of it

@@ -146,26 +146,25 @@ def gather_to_zero(name: str, value: Any) -> list[Any] | None:
     return values
 
 
-def barrier(name: str, seconds: float | None = None) -> None:
-    """Returns when every process has called it; LostProcess names those that have not within
-    `seconds`."""
+def barrier(name: str) -> None:
+    """Returns when every process has called it; LostProcess names those that have not within the
+    seconds of WAIT."""
     count = jax.process_count()
     if count == 1:
         return
-    if seconds is None:
-        seconds = seconds_of(WAIT)
+    seconds = seconds_of(WAIT)
     key = f"{_PREFIX}/barrier/{name}/{_nth_use(name)}"
     mine = f"{key}/{jax.process_index()}"
     _client().key_value_set(mine, "here")
     try:
-        _client().wait_at_barrier(key, int(1000 * seconds))
+        _client().wait_at_barrier(key, 1000 * seconds)
     except jax.errors.JaxRuntimeError as error:
         present = {int(path.rsplit("/", 1)[1]) for path, _ in _client().key_value_dir_get(key)}
         absent = [i for i in range(count) if i not in present]
         if not absent:
             raise LostProcess(f"{name!r}: {first_line(error)}") from error
         raise LostProcess(
-            f"{name_processes(absent)} of {count} did not reach {name!r} within {seconds:g} s;"
+            f"{name_processes(absent)} of {count} did not reach {name!r} within {seconds} s;"
             " see their logs"
         ) from error
     _client().key_value_delete(mine)
