@@ -38,6 +38,7 @@ from zaya_jax.aegis.cause import EXPLAINS
 from zaya_jax.checkpoint import folders, layout
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import events
+from zaya_jax.cluster.beats import Beat
 from zaya_jax.cluster.events import RunEvent
 from zaya_jax.cluster.leaving import PREEMPTED
 from zaya_jax.config import UserError, files
@@ -250,7 +251,10 @@ class Chaos:
         return faults.processes_of(self._agent.pid)
 
     def _steps(self) -> list[int]:
-        return [beat.step for victim in self.victims().values() if (beat := victim.beat())]
+        return [beat.step for beat in self._beats()]
+
+    def _beats(self) -> list[Beat]:
+        return list(filter(None, (victim.beat() for victim in self.victims().values())))
 
     def _hurt(self, fault: Fault) -> None:
         """Does it, and waits until it is found and the run goes on."""
@@ -300,17 +304,13 @@ class Chaos:
         reached: list[int] = []
 
         def gone_on() -> bool:
-            there = self._steps()
-            if len(there) < self.processes or not self._all_train():
+            beats = self._beats()
+            if len(beats) < self.processes or {beat.section for beat in beats} - {"step", "save"}:
                 return False
-            reached.append(min(there))
+            reached.append(min(beat.step for beat in beats))
             return reached[-1] >= min(reached) + steps
 
         return bool(self._until(gone_on))
-
-    def _all_train(self) -> bool:
-        beats = [victim.beat() for victim in self.victims().values()]
-        return all(beat is not None and beat.section in ("step", "save") for beat in beats)
 
     @contextlib.contextmanager
     def _supervised(self, workdir: Path) -> Iterator[subprocess.Popen]:

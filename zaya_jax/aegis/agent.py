@@ -15,6 +15,7 @@ import json
 import selectors
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,6 @@ FAREWELL = 5.0  # seconds for last words
 GONE = "gone: it was killed or crashed, the connection broke, or it sent an invalid message"
 DIFFERS = "it has another command or another zaya_jax; start all agents with the same of both"
 ORDERS = ("start", "save", "kill", "dump_stacks", "check", "link")  # methods of `Node`
-
-
-class _StopRequest(Exception):
-    """A signal came while there was no leader to tell."""
 
 
 class Agent:
@@ -62,7 +59,7 @@ class Agent:
             self._lost,
         )
         self._signals: list[int] = []
-        self._connecting = False  # to its leader: there is nobody to tell of a signal
+        self._connecting = self.index > 0  # to its leader: there is nobody to tell of a signal
 
     def run(self) -> int:
         """Runs to the end and returns the exit code; from then on signals change nothing."""
@@ -114,7 +111,9 @@ class Agent:
 
     def _signal(self, signum: int, frame: Any) -> None:
         if self._connecting:
-            raise _StopRequest(signal.Signals(signum).name)
+            name = signal.Signals(signum).name
+            leaving.complain(f"aegis: node {self.index}: {name} while it looked for its leader")
+            sys.exit(leaving.PREEMPTED)
         self._signals.append(signum)
 
     def _lead(self) -> None:
@@ -133,16 +132,11 @@ class Agent:
         assert self.rank
         seconds = self.options.rules.join
         try:
-            self._connecting = True
             connection = connect(self.rank.coordinator, self.index, self.digest, seconds, "node")
-        except _StopRequest as request:
-            self.outcome = leaving.PREEMPTED, f"{request} while it looked for its leader"
-            return
         except LostProcess as error:
             self.outcome = leaving.FAILED, str(error)
             return
-        finally:
-            self._connecting = False
+        self._connecting = False
         self.hub.by_index[0] = connection
         self.hub.register(connection)
         self.node.ready()

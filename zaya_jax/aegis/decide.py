@@ -179,9 +179,7 @@ class Decider:
                         self._cause.seen += f"; {text}"
                     self._kill()
             case facts.CheckpointSeen(step):
-                if step > self._progress and self.state in (RunState.RUNNING, RunState.ENDING):
-                    self._made_progress(step)
-                self.newest_checkpoint = step
+                self._checkpoint_seen(step)
             case facts.Stepped(step):
                 self._stepped(step)
             case facts.StopRequested(signal_name):
@@ -263,11 +261,13 @@ class Decider:
         )
         self._enter(RunState.DUMPING, COLLECT, facts.Command.DUMP_STACKS)
 
-    def _made_progress(self, step: int) -> None:
-        self._progress, self._saved = step, True
-        self._failures = 0
-        self._faults_of_nodes.clear()
-        self._codes_retried.clear()
+    def _checkpoint_seen(self, step: int) -> None:
+        self.newest_checkpoint = step
+        if step > self._progress and self.state in (RunState.RUNNING, RunState.ENDING):
+            self._progress, self._saved = step, True
+            self._failures = 0
+            self._faults_of_nodes.clear()
+            self._codes_retried.clear()
 
     def _stepped(self, step: int) -> None:
         if self.state != RunState.RUNNING:

@@ -112,17 +112,13 @@ class Matcher:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         taken = [most for words, most in TAKEN_BACK if self._of_kernel and words.search(line)]
         action = min([rule.action, *taken], key=("", *events.ACTIONS).index)
-        if not action or not _is_power_of_ten(count):
+        if not action or str(count).rstrip("0") != "1":  # no power of ten
             return []
         line = events.printable(line)
         seen = line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
         if count > 1:
             seen += f" ({count:,} such lines)"
         return [Finding(rule.name, rule.group, action, seen, process, device)]
-
-
-def _is_power_of_ten(count: int) -> bool:
-    return str(count).rstrip("0") == "1"
 
 
 class Kernel:

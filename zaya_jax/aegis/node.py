@@ -256,16 +256,9 @@ class Node:
                 self._tell(["finding", dataclasses.asdict(finding)])
 
     def _run_in_thread(self, work: Callable[[], list]) -> None:
-        """Does some work in a thread; its message, or its error, is told once it ends."""
-
-        def run() -> None:
-            try:
-                self._done.put(work())
-            except Exception as error:
-                seen = f"{type(error).__name__}: {error}"
-                self._put_finding(Finding("agent's own error", "distributed", "warn", seen))
-
-        threading.Thread(target=run, daemon=True).start()
+        """Does some work in a thread; its message is told once it ends. An error there is printed,
+        and the leader finds that it has no answer."""
+        threading.Thread(target=lambda: self._done.put(work()), daemon=True).start()
 
     def _put_finding(self, finding: Finding) -> None:
         self._done.put(["finding", dataclasses.asdict(finding)])

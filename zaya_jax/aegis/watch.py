@@ -31,11 +31,6 @@ KINDS = {
 }
 
 
-def kind_of(counter: str) -> str | None:
-    """The finding that a counter of a port belongs to."""
-    return next((name for name, pattern in KINDS.items() if re.search(pattern, counter)), None)
-
-
 class Host(Watcher):
     """The OOM killer, ECC of the host's memory."""
 
@@ -87,10 +82,10 @@ class Ports(Watcher):
             yield from judge.state("nic down", device, device in self._active and not up, seen)
             for folder in ("counters", "hw_counters"):
                 for counter in tree.names(f"{place}/{folder}"):
-                    name = kind_of(counter)
-                    if name:
+                    names = [name for name in KINDS if re.search(KINDS[name], counter)]
+                    if names:
                         value = tree.number(f"{place}/{folder}/{counter}")
-                        yield from judge.counter(name, device, counter, value)
+                        yield from judge.counter(names[0], device, counter, value)
 
 
 class Watchers:
