@@ -107,8 +107,7 @@ def test_a_node_speaks_for_its_own_processes_alone(leader):
 
 
 @pytest.mark.parametrize("end", ["exit", "loss", "hang", "finding"])
-def test_the_last_save_before_an_end_counts(leader, tmp_path, monkeypatch, end):
-    """And the last one that is known, where the disk fails or hangs."""
+def test_the_last_save_before_an_end_counts(leader, tmp_path, end):
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)
     (tmp_path / "checkpoints" / "10" / "checksums.json").touch()
     broken = Finding(**(FINDING | {"action": "restart"}))
@@ -122,12 +121,22 @@ def test_the_last_save_before_an_end_counts(leader, tmp_path, monkeypatch, end):
         1.0,
     )
     assert leader.decider.state != "running" and leader.decider.newest_checkpoint == 10
-    monkeypatch.setattr(leader_module.folders, "steps_in", mock.Mock(side_effect=OSError))
-    leader._look_for_checkpoint(1, 1.0)
-    monkeypatch.setattr(leader_module.folders, "steps_in", lambda _: time.sleep(0.5) or [20])
-    leader._look_for_checkpoint(0.1, 1.0)
+
+
+def test_progress_is_looked_for_now_and_then_and_a_disk_that_hangs_is_asked_once(
+    leader, monkeypatch
+):
+    listed = mock.Mock(side_effect=[[10], OSError, [20]])
+    monkeypatch.setattr(leader_module.folders, "steps_in", listed)
+    for now, newest in ((1.0, -1), (11.0, 10), (22.0, 10), (33.0, 20)):
+        leader.poll(now)
+        assert leader.decider.newest_checkpoint == newest
+    hangs = mock.Mock(side_effect=lambda folder: time.sleep(1.5) or [30])
+    monkeypatch.setattr(leader_module.folders, "steps_in", hangs)
+    for now in (44.0, 55.0, 66.0):
+        leader.poll(now)
     time.sleep(1)  # its answer is of another time
-    assert leader.decider.newest_checkpoint == 10
+    assert leader.decider.newest_checkpoint == 20 and hangs.call_count == 1
 
 
 @pytest.mark.parametrize(("patience", "state"), [(30.0, "running"), (6.0, "dumping")])

@@ -14,6 +14,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from zaya_jax.cluster.connections import OddMessage, matches_shape
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.rank import join_address, name_processes
 
+PROGRESS = 10.0  # seconds between two looks for a newer checkpoint
 LINES = 4  # of stacks that an event has
 FINDING = {
     "name": str,
@@ -149,6 +151,8 @@ class Leader:
 
     def poll(self, now: float) -> None:
         """Looks for progress, for hanging processes and for slow ones."""
+        if now - self._looked_at >= PROGRESS:
+            self._look_for_checkpoint(1, now)
         if self._check:
             findings = self._check.poll(now)
             if findings is not None:
@@ -261,7 +265,8 @@ class Leader:
                     max(folders.steps_in(self._options.workdir / "checkpoints"), default=-1)
                 )
 
-        leaving.within(seconds, look)
+        # A disk that hangs is asked again only before an end: each time it keeps a thread.
+        self._looked_at = now if leaving.within(seconds, look) else math.inf
         if newest:
             self.take(facts.CheckpointSeen(newest[0]), now)
 
