@@ -20,23 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.aegis import facts
-from zaya_jax.aegis.cause import (
-    COMPUTES_WRONGLY,
-    TOGETHER,
-    Cause,
-    by_signal,
-    cause_of,
-    first_end,
-    shell_code,
-)
+from zaya_jax.aegis.cause import COMPUTES_WRONGLY, TOGETHER, Cause, cause_of, first_end, shell_code
 from zaya_jax.cluster.events import Finding
 from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY
 
-# Seconds that the others have after a process has ended: with these codes they still save, or
-# report an error.
-PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
-GRACE = 3.0  # for any other code: lifelines end all processes within a second or so
-KILLED = 1.0  # after a kill by signal; later exits are its consequences
+# Seconds that the others have after a process has ended: with these codes they still save;
+# otherwise lifelines end all processes within a second or so.
+PATIENCE = dict.fromkeys((DONE, PREEMPTED, UNHEALTHY, STORAGE), 120.0)
+GRACE = 3.0
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node reports that no process is left there
 SILENT = 5.0  # how long we wait for an answering agent if a start can do without it
@@ -220,7 +211,7 @@ class Decider:
     def _exited(self, fact: facts.Exited) -> None:
         if fact.node not in self.nodes or self.state not in (RunState.RUNNING, RunState.ENDING):
             return
-        patience = PATIENCE.get(fact.code, KILLED if by_signal(fact.code) else GRACE)
+        patience = PATIENCE.get(fact.code, GRACE)
         if self.state == RunState.ENDING:
             patience = min(patience, max(self._deadline - self._now, 0.0))
         self._exits.append((self._now, fact))
