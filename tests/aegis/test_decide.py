@@ -110,27 +110,6 @@ def test_how_often_it_starts_again_and_with_which_code_it_ends(
     assert (len(world.starts()), world.end()) == (starts, end)
 
 
-def test_copies_that_are_put_off_explain_no_end():
-    """While a durable place was slow, a cut connection, and whatever else, was called "copy
-    failed"."""
-    world = World(nodes=1, each=2)
-    for line in (
-        (
-            "warning: step 200 is saved, but its copy is NOT: the one before is still on its way;"
-            " it follows"
-        ),
-        (
-            "warning: cannot write s3://runs/a/200/meta.json yet: Could not connect to the endpoint"
-            " URL; trying again"
-        ),
-    ):
-        (found,) = log_rules.Matcher().feed(0, line)
-        world.take(Observed(0, found))
-    world.take(Exited(0, 1, 1), Ready(0))
-    (died,) = world.events("died")
-    assert (died["process"], died["concluded"], died["group"]) == (1, "", "distributed")
-
-
 def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
     decider = Decider(Rules(3, 3, 3, join=30), 0.0)
     for fact in (AgentConnected(0, "a"), Ready(0), AgentConnected(1, "b"), Ready(1)):
@@ -141,21 +120,93 @@ def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
     assert end.text == "1 of 3 nodes are there; lost or left out: node 1"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "exits", "cause"),
-    [
-        (3, [(0.1, 2, 1), (0.1, 0, 1), (0.1, 1, -9)], (1, "SIGKILL", "host1")),  # reported last
-        # others are gone: it aborts
-        (3, [(0.1, 2, -6), (0.1, 1, -11), (0.1, 0, 1)], (1, "SIGSEGV", "host1")),
-        (2, [(0.1, 1, 1), (2.5, 0, -11)], (1, "exit code 1", "host1")),  # too late to be the cause
-    ],
-)
-def test_the_cause_is_named_and_not_who_followed(nodes, exits, cause):
-    world = World(nodes=nodes)
-    for after, node, code in exits:
-        world.exit((node, code), after=after)
+def ended(*codes):
+    """Processes end so, one a node, in this order: (node, code)."""
+    return [fact for node, code in codes for fact in (Exited(node, node, code), Ready(node))]
+
+
+def says(process, line):
+    """The finding in a line of a process of node 0."""
+    (found,) = log_rules.Matcher().feed(process, line)
+    return Observed(0, found)
+
+
+def gone(process, other):
+    line = f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0.log"
+    return says(process, line)
+
+
+LATE = 2.5  # seconds
+CAUSES = {  # nodes, processes of each, what comes, and what the event of the end says
+    "reported last": (
+        (3, 1, *ended((2, 1), (0, 1), (1, -9))),
+        {"process": 1, "seen": "SIGKILL", "node": "host1"},
+    ),
+    "others abort when one is gone": (
+        (3, 1, *ended((2, -6), (1, -11), (0, 1))),
+        {"process": 1, "seen": "SIGSEGV", "node": "host1"},
+    ),
+    "too late to be the cause": (
+        (2, 1, *ended((1, 1)), LATE, *ended((0, -11))),
+        {"process": 1, "seen": "exit code 1", "node": "host1"},
+    ),
+    # While a durable place was slow, a cut connection, and whatever else, was called "copy failed".
+    "copies that are put off explain nothing": (
+        (
+            *(1, 2),
+            says(0, "warning: step 2 is saved, but its copy is NOT: the one before is on its way"),
+            says(0, "warning: cannot write s3://a/b yet: Could not connect to the endpoint URL"),
+            *(Exited(0, 1, 1), Ready(0)),
+        ),
+        {"process": 1, "concluded": "", "group": "distributed"},
+    ),
+    "what follows from it explains nothing": (
+        (3, 1, gone(0, 1), *ended((0, 1), (1, -9), (2, 1))),
+        {"process": 1, "concluded": ""},
+    ),
+    "of findings at several nodes the first counts": (
+        (
+            *(3, 1),
+            Observed(2, finding("warn", "distributed", "first")),
+            Observed(0, finding("warn", "distributed", "second")),
+            *ended((0, 1), (1, 1), (2, 1)),
+        ),
+        {"concluded": "first", "node": "host2"},
+    ),
+    "a full disk is of the process that the line names": (
+        (
+            *(1, 4),
+            says(0, "error: 3 saves failed in a row, the last with: No space (process 2); E"),
+            *(Exited(0, process, 4) for process in range(4)),
+            Ready(0),
+        ),
+        {"process": 2, "group": "storage", "concluded": "the storage fails"},
+    ),
+    "two that accuse each other have lost their connection": (
+        (1, 3, gone(0, 2), gone(2, 0), *(Exited(0, p, 1) for p in (1, 0, 2)), Ready(0)),
+        {"process": 0, "concluded": "the connection between processes 0 and 2 broke"},
+    ),
+    "two that accuse a third have not": (
+        (
+            *(1, 3, gone(0, 2), gone(1, 2), Exited(0, 1, 1), Exited(0, 0, 1)),
+            *(Exited(0, 2, -9), Ready(0)),
+        ),
+        {"process": 2, "concluded": ""},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_named_and_not_who_followed(name):
+    (nodes, each, *facts), said = CAUSES[name]
+    world = World(nodes=nodes, each=each)
+    for fact in facts:
+        if isinstance(fact, float):
+            world.now += fact
+        else:
+            world.take(fact, after=0.01)
     (died,) = world.events("died")
-    assert (died["process"], died["seen"], died["node"]) == cause
+    assert said.items() <= died.items()
 
 
 @pytest.mark.parametrize(("code", "waits", "then"), [(1, 1, 3), (0, 100, 30)])
@@ -198,22 +249,21 @@ Device = collections.namedtuple("Device", "name process_index")
 Device.__str__ = lambda self: self.name
 
 
-def says(processes, hosts=("host0", "host1", "host2")):
+def wrong(processes, hosts=("host0", "host1", "host2")):
     """The finding in the line of a run that ends because a device of these processes is wrong."""
     devices = [Device(f"cpu:{2048 * p}", p) for p in processes]
-    line = f"error: {guard.in_words(devices, hosts)} computes wrongly: it gave other bits"
-    (found,) = log_rules.Matcher().feed(0, line)
-    assert found.name == cause.WRONG
-    return Observed(0, found)
+    found = says(0, f"error: {guard.in_words(devices, hosts)} computes wrongly: it gave other bits")
+    assert found.finding.name == cause.WRONG
+    return found
 
 
 @pytest.mark.parametrize("first", [(0, 1), (1, 0)])
 def test_without_a_spare_a_node_with_a_wrong_device_is_tried_once_more(first):
     world = World(nodes=2)
-    world.take(says([1]))
+    world.take(wrong([1]))
     world.exit(*[(node, 5) for node in first])
     assert world.starts() == [(0, 1)] * 2
-    world.take(says([1]))
+    world.take(wrong([1]))
     world.exit(*[(node, 5) for node in first])
     assert world.end() == 5
 
@@ -235,7 +285,7 @@ def test_a_node_is_left_out_only_if_all_suspects_are_on_it(suspects, out, first)
     """The node whose end was heard first was left out for good where nobody knew the culprit."""
     world = World(nodes=2, agents=3, each=2)
     if suspects is not None:
-        world.take(says(suspects, ["a-host-of-a-long-name.example.net"] * 20))
+        world.take(wrong(suspects, ["a-host-of-a-long-name.example.net"] * 20))
     for node in first:
         world.take(Exited(node, 2 * node, 5), Exited(node, 2 * node + 1, 5), Ready(node))
     assert list(world.decider.excluded) == ([] if out is None else [out])
@@ -277,30 +327,6 @@ def test_without_a_spare_a_node_with_a_critical_finding_goes_on():
     world = World(nodes=2)
     assert Command.KILL not in world.take(Observed(1, finding("exclude")))
     assert "no spare" in world.events("log")[0]["done"]
-
-
-def test_of_findings_that_several_have_the_first_counts_unless_one_is_critical():
-    world = World(nodes=3)
-    world.take(Observed(2, finding("warn", "distributed", "first")))
-    world.take(Observed(0, finding("warn", "distributed", "second")), after=0.1)
-    world.exit((0, 1), (1, 1), (2, 1))
-    assert (
-        world.events("died")[0]["concluded"] == "first"
-        and world.events("died")[0]["node"] == "host2"
-    )
-    world = World(nodes=3)
-    gone = Finding(
-        "process gone", "distributed", "restart", "error: process 1 on host1 is gone", process=0
-    )
-    world.take(Observed(0, gone))
-    world.exit((0, 1), (1, -9), (2, 1))
-    assert world.events("died")[0]["process"] == 1  # what follows from it explains nothing
-    world = World(nodes=3, agents=4)
-    world.take(Observed(2, finding("warn", "distributed", "first")))
-    world.exit((0, 1))
-    world.take(Observed(1, finding("exclude", "critical", "memory")), after=0.1)
-    world.exit((1, 1), (2, 1))
-    assert world.starts()[-1] == (0, 2, 3)
 
 
 def test_a_finding_restarts_the_run_or_only_explains_its_end():
@@ -542,33 +568,3 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         if decider.state == "running" and running and running <= dead:
             give(Hung(min(running), 0, "silent", "c", 5.0))  # as the agents would notice
     assert over, f"no end: {decider.state}"
-
-
-def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
-    world = World(nodes=1, each=4)
-    line = Finding(
-        "save failed", "storage", "warn", "error: 3 saves failed in a row (process 2)", 2
-    )
-    world.take(Observed(0, line))
-    world.take(*[Exited(0, process, 4) for process in range(4)], Ready(0))
-    (died,) = world.events("died")
-    assert (died["process"], died["group"]) == (2, "storage") and "3 saves failed" in died["seen"]
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_two_that_accuse_each_other_have_lost_their_connection(killed):
-    world = World(nodes=1, each=3)
-    for speaker, other in ((0, 2), (2, 0)) if not killed else ((0, 2), (1, 2)):
-        line = (
-            f"error: process {other} on host0 is gone: killed, or crashed; see"
-            f" logs/process-0000{other}.log"
-        )
-        world.take(Observed(0, Finding("process gone", "distributed", "note", line, speaker)))
-    codes = {1: 1, 0: 1, 2: -9 if killed else 1}
-    world.take(*[Exited(0, process, code) for process, code in codes.items()], Ready(0))
-    (died,) = world.events("died")
-    if killed:
-        assert (died["process"], died["concluded"]) == (2, "")
-    else:
-        assert (died["process"], died["group"]) == (0, "distributed")
-        assert died["concluded"] == "the connection between processes 0 and 2 broke"
