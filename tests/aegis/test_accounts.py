@@ -1,6 +1,7 @@
 """The run's time: each second has one use, lost ones have a cause, and they sum to the whole,
 whatever happens."""
 
+import math
 import random
 
 import pytest
@@ -67,60 +68,59 @@ def test_each_second_has_one_use():
     assert row.detect == (2.0, 2.0) and row.recover == (15.0, 15.0)
 
 
-def test_time_between_an_end_and_a_start_is_nobodys():
-    later = [
-        RunEvent("started", 1000.0, step=54, facts={"start": 1}),
-        spent(1010.0, 10.0, 54, 64, step=10.0),
-        RunEvent("ended", 1010.0, step=64),
-    ]
-    account = accounts.account_of(run() + later)
-    assert account.totals["idle"] == pytest.approx(900) and whole(account) == pytest.approx(1010)
-    assert account.goodput == pytest.approx((account.totals["step"]) / 110)
-    assert account.totals["recomputed"] == pytest.approx(10)
+SPIKE = {"step": 15, "at": 20, "batches": 5}
+HISTORIES = {  # events, the seconds of some uses, causes and when the run had recovered from them
+    "time between an end and a start is nobody's": (
+        [
+            *run(),
+            RunEvent("started", 1000.0, step=54, facts={"start": 1}),
+            spent(1010.0, 10.0, 54, 64, step=10.0),
+            RunEvent("ended", 1010.0, step=64),
+        ],
+        {"idle": 900, "recomputed": 10, "step": 63},
+        [("oom killer", 15.0)],
+    ),
+    "a spike loses the steps that it goes back": (
+        [
+            RunEvent("started", 0.0, step=-1, facts={"start": 1}),
+            spent(10.0, 10.0, 0, 10, step=10.0),
+            spent(20.0, 10.0, 10, 20, step=10.0),
+            RunEvent("spike", 20.0, "numbers", step=20, seen="loss 9.1", facts=SPIKE),
+            spent(30.0, 10.0, 15, 25, step=10.0),
+            RunEvent("ended", 30.0, step=25),
+        ],
+        {"recomputed": 5, "step": 25},
+        [("a spike", None)],
+    ),
+    "a start that says nothing is unrecorded": (
+        [RunEvent("started", 5.0, step=-1), RunEvent("ended", 25.0)],
+        {"unrecorded": 20, "step": 0},
+        [],
+    ),
+    "starts that never step are lost to what began it": (
+        [
+            *run()[:5],
+            RunEvent("started", 55.0, step=20, facts={"start": 2}),
+            RunEvent("died", 60.0, seen="exit code 1", seconds=0.1, facts={"start": 2}),
+            RunEvent("started", 61.0, step=20, facts={"start": 3}),
+            RunEvent("ended", 70.0, seen="gave up"),
+        ],
+        {"step": 19, "recovering": 4.9 + 9},
+        [("oom killer", None), ("died: exit code 1", None)],
+    ),
+}
 
 
-def test_a_spike_loses_the_steps_it_goes_back():
-    events = [
-        RunEvent("started", 0.0, step=-1, facts={"start": 1}),
-        spent(10.0, 10.0, 0, 10, step=10.0),
-        spent(20.0, 10.0, 10, 20, step=10.0),
-        RunEvent(
-            "spike",
-            20.0,
-            "numbers",
-            step=20,
-            seen="loss 9.1",
-            facts={"step": 15, "at": 20, "batches": 5},
-        ),
-        spent(30.0, 10.0, 15, 25, step=10.0),
-        RunEvent("ended", 30.0, step=25),
-    ]
-    account = accounts.account_of(events)
-    assert account.totals["recomputed"] == pytest.approx(5) and account.totals[
-        "step"
-    ] == pytest.approx(25)
-    assert accounts.by_cause(account)[0].label == "a spike"
-
-
-def test_a_start_that_says_nothing_is_unrecorded():
-    account = accounts.account_of([RunEvent("started", 5.0, step=-1), RunEvent("ended", 25.0)])
-    assert account.totals["unrecorded"] == 20
-    assert account.goodput != account.goodput  # not known
-    assert accounts.account_of([]) is None and accounts.account_of([RunEvent("log", 1.0)]) is None
-
-
-def test_restarts_that_never_step_are_lost_to_what_began_it():
-    events = [
-        *run()[:5],
-        RunEvent("started", 55.0, step=20, facts={"start": 2}),
-        RunEvent("died", 60.0, "distributed", seen="exit code 1", seconds=0.1, facts={"start": 2}),
-        RunEvent("started", 61.0, step=20, facts={"start": 3}),
-        RunEvent("ended", 70.0, seen="gave up"),
-    ]
-    account = accounts.account_of(events)
-    assert whole(account) == pytest.approx(70)
-    assert [interruption.recover for interruption in account.interruptions] == [None, None]
-    assert account.totals["step"] == pytest.approx(19)
+@pytest.mark.parametrize("name", HISTORIES)
+def test_other_histories(name):
+    history, uses, causes = HISTORIES[name]
+    account = accounts.account_of(history)
+    assert whole(account) == pytest.approx(history[-1].time - history[0].time)
+    assert {use: account.totals[use] for use in uses} == pytest.approx(uses)
+    assert [(cause.label, cause.recover) for cause in account.interruptions] == causes
+    known = uses["step"] / account.supervised if uses["step"] else math.nan
+    assert account.goodput == pytest.approx(known, nan_ok=True)
+    assert accounts.account_of([RunEvent("log", 1.0)]) is None
 
 
 @pytest.mark.parametrize("seed", range(200))
