@@ -76,11 +76,17 @@ def mutants(value):
 
 def test_each_message_is_heard(leader):
     assert SOUND.keys() == FIELDS.keys()
+    leader._check = mock.Mock()
     for kind, fields in SOUND.items():
         if kind != "asked":
             leader.receive(1, json.loads(json.dumps([kind, *fields])), 1.0)
     assert leader.decider.state == "ending"  # for what has exited
     leader.receive(0, ["asked", "SIGTERM"], 1.0)
+    assert [call[0] for call in leader._check.method_calls] == [
+        "node_answered",
+        "link_answered",
+        "woke",
+    ]
 
 
 @pytest.mark.parametrize("kind", SOUND)

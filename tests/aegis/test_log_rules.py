@@ -151,13 +151,6 @@ def test_the_rules_of_our_own_messages_have_their_words():
             assert any(re.search(said, line) for line in examples), f"{name}: no line has {words!r}"
 
 
-def test_a_number_that_is_no_process_is_none():
-    """The leader refuses a finding of such a process, and its own agent ended by that."""
-    line = f"error: cpu:3 of process {10**20} on n1 computes wrongly: other bits than itself"
-    (found,) = log_rules.Matcher().feed(0, line)
-    assert (found.name, found.process) == ("device computes wrongly", 0)
-
-
 def test_harmless_lines_are_passed_over():
     assert not [(line, names(kind, line)) for kind, line in lines("harmless") if names(kind, line)]
 
@@ -213,23 +206,31 @@ def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
         )
 
 
-def test_a_line_may_be_of_another_process_than_prints_it():
-    matcher = log_rules.Matcher()
-    wrong = matcher.feed(
-        0,
-        "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).",
-    )
-    full = matcher.feed(
-        0, "error: 3 saves failed in a row, the last with: No space (process 2); E (process 3). The"
-    )
-    assert [(f.name, f.process) for f in wrong + full] == [
-        ("device computes wrongly", 3),
-        ("save failed", 2),
-    ]
-    plain = matcher.feed(
-        1, "error: 3 saves failed in a row, the last with: No space left on device. The newest .."
-    )
-    assert [(f.name, f.process) for f in plain] == [("save failed", 1)]
+@pytest.mark.parametrize(
+    ("line", "name", "process"),
+    [
+        (
+            "error: cpu:3 of process 3 on n1 computes wrongly: other bits",
+            "device computes wrongly",
+            3,
+        ),
+        # No process: the leader refuses such a finding, and its own agent ended by that.
+        (
+            f"error: cpu:3 of process {10**20} on n1 computes wrongly: other bits",
+            "device computes wrongly",
+            7,
+        ),
+        (
+            "error: 3 saves failed in a row, the last with: No space (process 2); E",
+            "save failed",
+            2,
+        ),
+        ("error: 3 saves failed in a row, the last with: No space. The newest", "save failed", 7),
+    ],
+)
+def test_a_line_may_be_of_another_process_than_prints_it(line, name, process):
+    (found,) = log_rules.Matcher().feed(7, line)
+    assert (found.name, found.process) == (name, process)
 
 
 def test_a_flood_is_counted():

@@ -15,10 +15,6 @@ import watched
 from agents import STEPS, start
 
 from zaya_jax.aegis import preflight
-from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.keeping import Keeper
-from zaya_jax.aegis.leader import Leader
-from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.aegis.preflight import ANSWER, NodeCheck
 
 BROKEN = "no answer for 50 s"
@@ -195,24 +191,13 @@ def test_a_node_that_does_not_answer_is_found_and_tries_no_link():
     )
 
 
-def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
+def test_time_that_an_agent_stood_still_is_nobody_s_silence():
     """A job that was suspended during a check found all of its nodes hanging."""
-    orders, messages = [], []
-    options = SupervisorOptions(Rules(1, 1, 1, check=True), tmp_path)
-    leader = Leader(
-        options,
-        Keeper(tmp_path),
-        messages.append,
-        lambda node, message: orders.append(message),
-        0.0,
-    )
-    leader.agent_connected(0, "host", "localhost", 0.0)
-    leader.receive(0, ["ready", 1], 0.0)
-    leader.receive(0, ["slept", 500.0], 500.0)
-    leader.poll(500.1)
-    leader.receive(0, ["checked", 1, [], 2], 501.0)
-    leader.poll(501.1)
-    assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in messages[0]
+    asked = Asking(1)
+    asked.check.woke(500.0)
+    assert asked.check.poll(500.1) is None
+    asked.well(0)
+    assert asked.check.poll(501.0) == []
 
 
 @pytest.mark.slow
