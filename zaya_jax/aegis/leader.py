@@ -86,7 +86,7 @@ class Leader:
         self._tickets = itertools.count(1)  # of the orders of checks
         # This start
         self._hangs = Hangs()
-        self._stragglers: Stragglers | None = None
+        self._stragglers = Stragglers(())
         self._ledger: TimeLedger | None = None
         self._step_reported, self._waits_for_link = -1, False
         # The stacks of a start that hangs
@@ -140,8 +140,7 @@ class Leader:
         self._hangs.take_views(node, views, now)
         for view in views:
             for step, whole, own, _ in view.laps:
-                if self._stragglers:
-                    self._stragglers.add(view.process, int(step), whole, own)
+                self._stragglers.add(view.process, int(step), whole, own)
             if view.process == 0 and view.section and self._ledger:
                 self._log_spent(self._ledger.observe(view.section, view.step, now))
         step = self._hangs.step()
@@ -165,7 +164,7 @@ class Leader:
                 self._stacks, self._hung_process = {}, hung.process
                 self.take(hung, now)
             self._waits_for_link = self._waits_for_link and hung is not None
-            for slow in self._stragglers.poll() if self._stragglers else ():
+            for slow in self._stragglers.poll():
                 self.take(facts.Observed(slow.node, self._finding(slow)), now)
         self.take(facts.Tick(), now)
 

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from zaya_jax.aegis import log_rules, machine, preflight, stacks, watch
 from zaya_jax.aegis.decide import Rules
@@ -81,7 +81,8 @@ class Node:
         self._options, self._selector = options, selector
         self._keeper, self._terminal = keeper, terminal
         self._tell = tell
-        self._beats = _file_in_memory(0)  # to which the processes of this start write their beats
+        # A file in memory, to which the processes of a start write their beats.
+        self._beats = os.fdopen(os.memfd_create("beats"), "w+b")
         self.processes: dict[int, Process] = {}
         self._start_number, self._views_sent_at = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -109,8 +110,8 @@ class Node:
     def start(self, number: int, address: str, count: int, first: int) -> None:
         self._start_number = number
         self._matcher = log_rules.Matcher()  # each start counts its lines anew
-        self._beats.close()
-        self._beats = _file_in_memory(count * beats.SIZE)
+        self._beats.truncate(0)  # nothing is left of the start before
+        self._beats.truncate(count * beats.SIZE)
         for i in range(self._options.rules.processes):
             index = first + i
             variables = {
@@ -282,13 +283,6 @@ class Node:
             for finding in [*watchers.poll(), *kernel.poll()]:
                 self._put_finding(finding)
             time.sleep(WATCH_PERIOD)
-
-
-def _file_in_memory(size: int) -> BinaryIO:
-    """One without a name, which leaves nothing behind."""
-    file = os.fdopen(os.memfd_create("beats"), "w+b")
-    file.truncate(size)
-    return file
 
 
 def _free_port() -> int:
