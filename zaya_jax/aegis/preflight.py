@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zaya_jax.aegis import machine, watch
 from zaya_jax.aegis.cause import exit_words
@@ -48,24 +48,14 @@ Pair = tuple[int, int]  # of nodes
 NodeFinding = tuple[int, Finding]  # with its node, -1 if it is of no single one
 
 
-class Probed(NamedTuple):
-    """What a probe has reported, if anything; and how it failed ("" where it did not), with the
-    words."""
-
-    report: dict[str, Any]
-    failed: str = ""
-    seen: str = ""
-
-
 def check(expected: int | None = None, root: str | Path = "/") -> list[Finding]:
     """The faults of this node."""
     watchers = watch.Watchers(root)
     watchers.poll()
-    probed = _probe("devices")
-    findings = judge_devices(probed.report, expected)
-    if probed.failed:
-        name = f"check of devices {probed.failed}"
-        findings.append(Finding(name, "critical", "exclude", probed.seen))
+    report, failed, seen = _probe("devices")
+    findings = judge_devices(report, expected)
+    if failed:
+        findings.append(Finding(f"check of devices {failed}", "critical", "exclude", seen))
     return findings + [finding for finding in watchers.poll() if finding.group != "note"]
 
 
@@ -97,9 +87,9 @@ def rounds(nodes: Sequence[int]) -> list[list[Pair]]:
 def link(coordinator: str, index: int) -> str:
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and
     checks them. Returns why the link fails, "" if it works."""
-    probed = _probe("link", coordinator, str(index))
+    report, _, seen = _probe("link", coordinator, str(index))
     # A probe that reports the exchange has done its work, however its process ends.
-    return "; ".join(probed.report.get("wrong", [probed.seen]))
+    return "; ".join(report.get("wrong", [seen]))
 
 
 def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
@@ -125,8 +115,9 @@ def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
     return findings
 
 
-def _probe(*arguments: str) -> Probed:
-    """Runs a probe to its end, or kills it when its time is up."""
+def _probe(*arguments: str) -> tuple[dict[str, Any], str, str]:
+    """Runs a probe to its end, or kills it when its time is up: what it has reported, if anything,
+    and how it failed ("" where it did not), with the words."""
     module = [sys.executable, "-m", "zaya_jax.aegis.preflight"]
     probe = subprocess.Popen(
         [*machine.die_with_parent_prefix(), *module, *arguments],
@@ -141,11 +132,11 @@ def _probe(*arguments: str) -> Probed:
     lines = re.findall(rf"{REPORT}(.*)\n", out.decode(errors="replace"))
     report = json.loads(lines[-1]) if lines else {}
     if report and code == 0:
-        return Probed(report)
+        return report, "", ""
     last = err.decode(errors="replace").strip().rpartition("\n")[2][-TAIL:]
     if code is None:
-        return Probed(report, "hangs", f"no answer for {SECONDS:g} s. {last}".strip())
-    return Probed(report, "failed", f"{exit_words(code)}: {last}")
+        return report, "hangs", f"no answer for {SECONDS:g} s. {last}".strip()
+    return report, "failed", f"{exit_words(code)}: {last}"
 
 
 def _communicate(probe: subprocess.Popen) -> tuple[int | None, bytes, bytes]:
@@ -253,7 +244,7 @@ class NodeCheck:
 # The probe
 
 
-def report(**fields: Any) -> None:
+def tell(**fields: Any) -> None:
     """The work is done; what follows only ends the program."""
     print(f"{REPORT}{json.dumps(fields)}", flush=True)
 
@@ -306,7 +297,7 @@ def try_devices() -> None:
     import jax
 
     devices = jax.local_devices()
-    report(count=len(devices), platform=devices[0].platform, wrong=products(devices))
+    tell(count=len(devices), platform=devices[0].platform, wrong=products(devices))
 
 
 def try_link(coordinator: str, index: str) -> None:
@@ -353,7 +344,7 @@ def try_link(coordinator: str, index: str) -> None:
         different = (np.asarray(shard.data) != numbers_of(sender)).sum()
         if different:
             wrong.append(f"device {shard.device.id}: {different} of {length} numbers came wrong")
-    report(wrong=wrong)
+    tell(wrong=wrong)
     jax.distributed.shutdown()
 
 
