@@ -194,9 +194,7 @@ class Decider:
         self._lost.add(node)
         self._idle.discard(node)
         if node not in self.nodes or self.state not in LIVE:
-            killed = self.state == RunState.KILLING and node in self.nodes
-            done = "" if killed else "it was running no processes"
-            self._log("lost", node, seen=why, done=done)
+            self._log("lost", node, seen=why)
             if self.state == RunState.CHECKING and node in self.nodes:
                 self._enter(RunState.GATHERING, self.rules.join)
             return
@@ -393,7 +391,6 @@ class Decider:
         self._idle -= set(self.nodes)
         self._enter(RunState.RUNNING, 0.0, facts.Start(self.start_number, self.nodes))
         spares = [self._hosts[node] for node in self.usable() if node not in self.nodes]
-        begins = "newest checkpoint" if self.newest_checkpoint >= 0 else "beginning"
         self._log(
             "started",
             extra={
@@ -403,7 +400,6 @@ class Decider:
                 "spares": spares,
             },
             step=self.newest_checkpoint,
-            done=f"from the {begins}",
         )
 
     def _why_too_few(self, idle: int, missing: Sequence[int]) -> str:
