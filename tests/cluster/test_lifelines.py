@@ -132,6 +132,24 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     assert len(texts) == 1 and texts.pop().startswith(f"process 2 on {HOST} is gone")
 
 
+def test_who_is_interrupted_while_it_looks_for_process_0_ends_at_once():
+    """It took 80 s: the thread that looked was waited for."""
+    ends, rank = [], Rank(f"localhost:{free_port()}", 2, 1)
+    one = Lifelines(rank, 60, ends.append)
+
+    def look():
+        with pytest.raises(LostProcess):
+            one.roll_call(3)
+
+    search = threading.Thread(target=look)
+    search.start()
+    began = time.monotonic()
+    one.report(130, "interrupted by SIGINT", certain=True)
+    assert time.monotonic() - began < 2
+    assert ends == [RunEnd(130, 1, HOST, "interrupted by SIGINT")]
+    search.join()
+
+
 def test_all_who_come_go_on_and_the_port_is_free_again():
     address = f"localhost:{free_port()}"
     for _ in range(2):

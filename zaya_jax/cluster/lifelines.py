@@ -69,6 +69,10 @@ class Lifelines:
         )
         # In process 0 to all others, in the others to process 0.
         self._connections = self._hub.by_index
+        # The main thread's words to this one's
+        self._main, inside = socket.socketpair()
+        self._inside = Connection(inside, "")
+        self._hub.register(self._inside)
         # The roll call
         self._allowed = self._deadline = 0.0  # its seconds, and when they are over
         self._decided = threading.Event()  # all are there, or one is refused
@@ -89,9 +93,11 @@ class Lifelines:
             _, port = split_address(self._rank.coordinator)
             hint = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
             self._hub.listen(port, "the coordinator's", hint)
-        self._main, inside = socket.socketpair()
-        self._inside = Connection(inside, "")
-        self._hub.register(self._inside)
+        else:
+            count = str(self._rank.count)
+            connection = connect(self._rank.coordinator, self.index, count, seconds)
+            self._connections[0] = connection
+            self._hub.register(connection)
         self._thread.start()
         self._decided.wait()
         if self._refusal:
@@ -107,7 +113,8 @@ class Lifelines:
         """
         end = RunEnd(code, self.index, self._host, text)
         self._say("end" if certain else "doubt", *end)
-        self._thread.join(self._seconds + 2 * GOODBYE)
+        if self._thread.is_alive():  # otherwise it looks for process 0 still
+            self._thread.join(self._seconds + 2 * GOODBYE)
         if not self._ended.is_set():  # process 0 gives no answer, and is not lost either
             self._leave(end)
 
@@ -124,8 +131,6 @@ class Lifelines:
 
     def _run(self) -> None:
         try:
-            if self.index:
-                self._find_process_0()
             while not self._ended.is_set():
                 self._poll(min(self._seconds / 10, 1.0))
         except Exception as error:  # a run never goes on without its lifelines
@@ -135,18 +140,6 @@ class Lifelines:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._main.close()
             self._decided.set()
-
-    def _find_process_0(self) -> None:
-        address = self._rank.coordinator
-        try:
-            connection = connect(address, self.index, str(self._rank.count), self._allowed)
-        except (LostProcess, UserError) as error:
-            code = BAD_INPUT if isinstance(error, UserError) else FAILED
-            self._refusal = RunEnd(code, self.index, self._host, str(error))
-            self._ended.set()
-            return
-        self._connections[0] = connection
-        self._hub.register(connection)
 
     def _poll(self, patience: float) -> None:
         begun = time.monotonic()
