@@ -105,15 +105,21 @@ def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, wo
     assert all(word in said for word in words), said
 
 
-def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
-    assert find_agent_rank({}) is None
-    # a process's, not an agent's
-    assert find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
-    ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
-    assert find_agent_rank(ours) == Rank("host:1", 16, 3)
-    assert find_agent_rank(ours, agents=2, agent=1) == Rank("host:1", 2, 1)
-    assert find_agent_rank({**ours, "NODES": "1", "NODE": "0"}) is None
-    found = find_agent_rank(NODES)
-    assert (found.count, found.index) == (4, 2) and found.coordinator.startswith("gpu03:")
-    pod = {"JOB_COMPLETION_INDEX": "1", "NODES": "2", "JAX_COORDINATOR_ADDRESS": "host:1"}
-    assert find_agent_rank(pod) == Rank("host:1", 2, 1)
+AGENT = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "rank"),
+    [
+        ({}, {}, None),
+        # a process's, not an agent's
+        ({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}, {}, None),
+        (AGENT, {}, Rank("host:1", 16, 3)),
+        (AGENT, {"agents": 2, "agent": 1}, Rank("host:1", 2, 1)),
+        (AGENT | {"NODES": "1", "NODE": "0"}, {}, None),
+        (NODES, {}, Rank("gpu03:61447", 4, 2)),
+        (POD | {"NODES": "4"}, {}, Rank("zaya-0-0.zaya:1234", 4, 3)),
+    ],
+)
+def test_ranks_of_agents(environ, given, rank):
+    assert find_agent_rank(environ, **given) == rank
