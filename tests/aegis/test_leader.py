@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -16,7 +17,7 @@ from waiting import until
 from zaya_jax.aegis import facts, keeping
 from zaya_jax.aegis import leader as leader_module
 from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.keeping import Hook, Keeper
+from zaya_jax.aegis.keeping import Hook, Keeper, Terminal
 from zaya_jax.aegis.leader import FIELDS, Leader
 from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.cluster import events
@@ -205,6 +206,18 @@ def test_a_command_gets_the_event(tmp_path):
         "died process 7 on node3 at step 1200: SIG\ufffdKILL\ufffd[2J; disk full; restart at once"
     )
     assert json.loads("{" + body)["seen"] == "SIG\0KILL\x1b[2J" and not hook.failed and not said
+
+
+def test_what_waits_for_a_disk_or_terminal_at_the_end_is_counted(monkeypatch):
+    """It was lost without a word."""
+    gate = threading.Event()
+    monkeypatch.setattr(Terminal, "_do", lambda self, item: gate.wait(20))
+    terminal = Terminal()
+    for data in (b"abc", b"defg"):
+        terminal.show(1, data)
+    terminal.close(0.1)
+    gate.set()
+    assert terminal.lost == 7
 
 
 def test_a_disk_that_fails_for_a_moment_costs_no_event(tmp_path, monkeypatch):

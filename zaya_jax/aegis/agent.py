@@ -98,10 +98,11 @@ class Agent:
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
         if self.keeper.lost or self.terminal.lost:
-            leaving.complain(
+            line = (
                 f"aegis: {self.keeper.lost:,} bytes for aegis/ and {self.terminal.lost:,} for the"
                 " terminal were not written: the disk or terminal could not keep up"
             )
+            leaving.within(FAREWELL, lambda: leaving.complain(line))  # the terminal may hang
         self.selector.close()
         return code
 

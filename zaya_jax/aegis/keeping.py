@@ -30,7 +30,7 @@ WAITING = 100  # events that wait for it; more are counted and dropped
 
 class _Worker(abc.ABC):
     """A queue, and the thread that empties it. `lost` counts items that came while `most` were
-    waiting, or failed."""
+    waiting, failed, or still wait at the end."""
 
     def __init__(self, name: str, most: int):
         self._most, self.lost = most, 0
@@ -44,6 +44,8 @@ class _Worker(abc.ABC):
         """Waits for the rest, for so long at most."""
         self._queue.put(None)
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.lost += self._put_in - self._taken_out
 
     def _put(self, item: Any, size: int) -> None:
         with self._lock:
@@ -104,8 +106,8 @@ class Keeper(_Worker):
         self._put((name, data), len(data))
 
     def add(self, event: events.RunEvent) -> None:
-        """Adds a line to events.jsonl, however much waits."""
-        self._put((events.OF_AGENT, event.line().encode()), 0)
+        """Adds a line to events.jsonl."""
+        self.append(events.OF_AGENT, event.line().encode())
 
     def ended(self, code: int) -> None:
         """A process has ended: unless it refused the folder, a folder with a config is a run's."""

@@ -219,8 +219,6 @@ class Hub:
         too_many = self.strangers[: max(len(self.strangers) - STRANGERS, 0)]
         for stranger in late + too_many:
             self.hang_up(stranger)
-        for connection in self.by_index.values():
-            connection.flush()
         if now - self.asked >= every:
             self.asked = now
             for connection in self.by_index.values():
