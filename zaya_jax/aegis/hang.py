@@ -83,7 +83,6 @@ class Hangs:
         # Seconds, of all starts: the longest by section and "fetch", the usual ones of "step".
         self._learned: dict[str, float] = {}
         self._tracked: dict[int, _Tracked] = {}
-        self._woke = 0.0
 
     def begin(self) -> None:
         """A new start: no process has reported yet."""
@@ -96,7 +95,10 @@ class Hangs:
 
     def woke(self, now: float) -> None:
         """Times begin anew."""
-        self._woke = now
+        for tracked in self._tracked.values():
+            tracked.since = tracked.pulse = now
+            if tracked.stopped is not None:
+                tracked.stopped = now
 
     def take_views(self, node: int, views: Sequence[View], now: float) -> None:
         """Takes the views of a node's agent."""
@@ -106,12 +108,13 @@ class Hangs:
             if tracked is None:
                 tracked = self._tracked[view.process] = _Tracked(node, view, since, pulse)
             if view.section != tracked.view.section:
-                self._learn(tracked.view.section, since - max(tracked.since, self._woke))
+                self._learn(tracked.view.section, since - tracked.since)
                 if view.section == "compile":  # another program: its steps may take longer
                     self._learn_steps(tracked)
                     tracked.laps.clear()
-            tracked.view, tracked.pulse, tracked.last_heard = view, pulse, now
-            tracked.since = max(since, tracked.since)
+            tracked.view, tracked.last_heard = view, now
+            # What it says may be older than its agent's sleep.
+            tracked.since, tracked.pulse = max(since, tracked.since), max(pulse, tracked.pulse)
             for step, whole, _, data in view.laps:
                 tracked.last_step = int(step)
                 tracked.laps.append(whole)
@@ -129,7 +132,7 @@ class Hangs:
         stopped = [
             process
             for process, t in tracked.items()
-            if t.stopped is not None and t.last_heard - max(t.stopped, self._woke) > STOPPED
+            if t.stopped is not None and t.last_heard - t.stopped > STOPPED
         ]
         # Those that the furthest ones have left behind since they were last heard of may have moved.
         furthest, since = max((t.position[:2], t.since) for t in tracked.values())
@@ -140,8 +143,7 @@ class Hangs:
         ]
         last = min(known, key=lambda process: self._blame(process, now))
         newest_report = max(t.last_heard for t in tracked.values())
-        waited = newest_report - max(tracked[last].since, self._woke)
-        if not stopped and waited <= self.limit(last):
+        if not stopped and newest_report - tracked[last].since <= self.limit(last):
             return None
         # One that is known to be behind stopped before any whose agent is silent.
         reached = max(t.position for t in tracked.values())
@@ -177,21 +179,18 @@ class Hangs:
         if usual:
             self._learned["step"] = max(usual)
 
-    def _no_pulse(self, process: int, now: float) -> bool:
-        return now - max(self._tracked[process].pulse, self._woke) > NO_PULSE
-
     def _blame(self, process: int, now: float) -> tuple:
         """The lowest is blamed first."""
         tracked = self._tracked[process]
         state = BLAME.get(tracked.view.state, len(BLAME))
-        return tracked.position, not self._no_pulse(process, now), state, tracked.since
+        return tracked.position, now - tracked.pulse <= NO_PULSE, state, tracked.since
 
     def _name(self, first: int, now: float) -> Hung:
         tracked = self._tracked[first]
         view = tracked.view
-        seconds = now - max(tracked.since, self._woke, tracked.stopped or 0.0)
+        seconds = now - max(tracked.since, tracked.stopped or 0.0)
         state = STATES.get(view.state, "")
-        no_pulse = self._no_pulse(first, now)
+        no_pulse = now - tracked.pulse > NO_PULSE
         seen = f"process {first} has been at an unknown position for {seconds:.1f} s"
         if view.section:
             place = f"{view.section} {view.step}" + (f" ({view.mark})" if view.mark else "")
