@@ -23,7 +23,6 @@ from zaya_jax.aegis.node import SupervisorOptions
 from zaya_jax.cluster import events
 from zaya_jax.cluster.connections import OddMessage
 from zaya_jax.cluster.events import Finding, RunEvent
-from zaya_jax.cluster.rank import split_address
 
 VIEW = [1, "step", 4, "wait", 0.1, 0.2, "S", [[4, 1.0, 0.5, 0.0]]]
 FINDING = {
@@ -166,18 +165,6 @@ def test_training_that_goes_back_is_heard_of_again(leader):
             view = [process, *VIEW[1:-1], [[step, 1.0, 0.5, 0.0]]]
             leader.receive(node, ["views", 1, [view]], 1.0)
     assert leader.decider._last_step == 901
-
-
-def test_a_node_of_ipv6_is_the_coordinator_in_brackets(tmp_path):
-    orders = []
-    options = SupervisorOptions(Rules(1, 2, 1), tmp_path)
-    six = Leader(options, Keeper(tmp_path), print, lambda node, order: orders.append(order), 0.0)
-    six.agent_connected(1, "host1", "fd00::1", 0.0)
-    six.receive(1, ["ready", 4000], 0.0)
-    six.agent_connected(0, "host0", "localhost", 0.0)
-    six.outcome = (0, "")
-    (order,) = [order for order in orders if order[0] == "start"]
-    assert order[2] == "[fd00::1]:4000" and split_address(order[2]) == ("fd00::1", 4000)
 
 
 DIED = RunEvent(

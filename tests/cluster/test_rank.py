@@ -3,7 +3,7 @@
 import pytest
 from refusals import refusal
 
-from zaya_jax.cluster.rank import Rank, find_agent_rank, find_rank
+from zaya_jax.cluster.rank import Rank, find_agent_rank, find_rank, join_address, split_address
 
 SLURM = {
     "SLURM_JOB_ID": "4097",
@@ -103,6 +103,13 @@ def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, wo
     find = (find_agent_rank, environ) if given is None else (find_rank, environ, given)
     said = refusal(*find)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("fd00::1", "[fd00::1]:4000"), ("node1", "node1:4000")]
+)
+def test_an_address_of_ipv6_has_brackets(host, address):
+    assert join_address(host, 4000) == address and split_address(address) == (host, 4000)
 
 
 AGENT = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
