@@ -1,14 +1,12 @@
-"""The cost of saving and loading: the step's wait, a whole model, the page cache.
+"""The cost of saving and loading: the step's wait, a whole model.
 
     python benchmarks/bench_checkpoint.py stall [--gb=2] [--folder=DIR]     one process
     python benchmarks/bench_checkpoint.py model [--model=1M|100M|1B] [--folder=DIR]
-    python benchmarks/bench_checkpoint.py cache [--model=1M|100M|1B] [--folder=DIR]
 
 `stall` compares with one copy of the state into memory that was touched before, with saving while
 the step waits, and with Orbax's own asynchronous save. `model` saves and loads the state of a whole
 model on one device, as the training does, each in a process of its own: seconds, files and peak
-memory. `cache` loads it in new processes from a warm page cache, as after a crash, and from a cold
-one, as on another node. Prints Markdown; timings in one run, in turns.
+memory. Prints Markdown; timings in one run, in turns.
 """
 
 import argparse
@@ -32,7 +30,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from experiments.characterize.measure import forget, io_counts
 from zaya_jax import config
 from zaya_jax.checkpoint import boxes, layout, writing
 from zaya_jax.checkpoint.run import store
@@ -226,15 +223,8 @@ def model_load(args: argparse.Namespace) -> dict:
     """One load by a new process, checksums first."""
     _, _, snapshots = model_run(args.model)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
-    size, begun = (
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(snapshots.abstract)),
-        resident(),
-    )
-    if os.environ.get("BENCH_CACHE") == "cold":
-        for path in Path(args.folder).rglob("*"):
-            if path.is_file():
-                forget(path)
-    before = io_counts()["read_bytes"]
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(snapshots.abstract))
+    begun = resident()
     verify, step = timed(checkpoints.find_newest)
     load, found = timed(
         lambda: checkpoints.restore(
@@ -243,9 +233,7 @@ def model_load(args: argparse.Namespace) -> dict:
     )
     del found
     checkpoints.close()
-    device = io_counts()["read_bytes"] - before
-    most = (peak() - begun) / size
-    return {"verify": verify, "load": load, "load peak": most, "bytes": size, "device": device}
+    return {"verify": verify, "load": load, "load peak": (peak() - begun) / size}
 
 
 def resident(name: str = "VmRSS") -> int:
@@ -287,30 +275,10 @@ def model(args: argparse.Namespace) -> int:
     return 0
 
 
-def cache(args: argparse.Namespace) -> int:
-    """Medians of five loads from a cold and from a warm page cache, in turns."""
-    folder = tempfile.mkdtemp(dir=args.folder)
-    loads: dict[str, list[dict]] = {"cold": [], "warm": []}
-    try:
-        child(args, folder, "model_save")
-        for _ in range(5):
-            for state, found in loads.items():
-                found.append(child(args, folder, "model_load", BENCH_CACHE=state))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print("| page cache | state | from the disk | checking | loading |\n|---|---|---|---|---|")
-    for state, found in loads.items():
-        middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
-        sizes = [f"{middle[name] / 1e9:.2f} GB" for name in ("bytes", "device")]
-        times = [f"{middle[name]:.2f} s" for name in ("verify", "load")]
-        print(f"| {' | '.join([state, *sizes, *times])} |")
-    return 0
-
-
-def child(args: argparse.Namespace, folder: str, part: str, **variables: str) -> dict:
+def child(args: argparse.Namespace, folder: str, part: str) -> dict:
     """What one part found in a process of its own."""
     command = [sys.executable, __file__, "model", f"--model={args.model}", f"--folder={folder}"]
-    environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part} | variables
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part}
     done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
@@ -320,7 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("stall", "model", "cache"))
+    parser.add_argument("what", choices=("stall", "model"))
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
@@ -328,18 +296,15 @@ def main() -> int:
         "--folder", default=None, help="where to write; by default the system's temporary folder"
     )
     args = parser.parse_args()
-    if args.what == "stall":
-        host.keep_memory()
+    worker = os.environ.get("BENCH_WORKER")
+    if worker is None and args.what == "model":
+        return model(args)
+    host.keep_memory()
+    if worker is None:
         stall(args)
-        return 0
-    if "BENCH_WORKER" in os.environ:
-        host.keep_memory()
-        found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](
-            args
-        )
-        print(json.dumps(found))
-        return 0
-    return model(args) if args.what == "model" else cache(args)
+    else:
+        print(json.dumps({"model_save": model_save, "model_load": model_load}[worker](args)))
+    return 0
 
 
 if __name__ == "__main__":
