@@ -6,6 +6,7 @@ A quantized matrix NAME.weight [out, in] is two tensors, its codes and NAME.weig
 mlp.experts.7.gate_proj, .up_proj and .down_proj. transformers' `zaya` has those of a layer in one.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from zaya_jax.config import UserError, shown
 from zaya_jax.model import quantized
 from zaya_jax.pytorch import tensor_files
 from zaya_jax.pytorch.experts import FUSED, PROJECTIONS
-from zaya_jax.pytorch.tensor_files import TensorFile, TensorInfo
+from zaya_jax.pytorch.tensor_files import Tensor
 
 VERSION = "0.20.0"
 # What a quantization_config may have: of the whole, of a group of either form, of its weights.
@@ -82,59 +83,57 @@ def _require(settings: Any, allowed: Mapping[str, Any], where: str, prefix: str 
             )
 
 
-class QuantizedMatrix:
-    """A matrix of two stored tensors under its plain name, like a `TensorFile` with one tensor.
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrix(Tensor):
+    """A matrix of two stored tensors; its dtype is that of its numbers as compressed-tensors decodes
+    them.
 
     `part` is what it gives: its "numbers", or its "codes" or "scale".
     """
 
-    def __init__(self, plain: str, codes: str, files: Mapping[str, TensorFile], part: str):
-        self.path = files[codes].path
-        self._codes, self._scale = codes, f"{plain}_scale"
-        self._files = files
-        self._part = part
-        self.tensors = {plain: self._info()}
+    codes: Tensor
+    scale: Tensor
+    part: str
 
-    def _info(self) -> TensorInfo:
-        """Its shape, and the dtype of its numbers as compressed-tensors decodes them."""
-        codes = self._files[self._codes].tensors[self._codes]
-        scale = self._files[self._scale].tensors[self._scale]
-        size, groups = math.prod(codes.shape), math.prod(scale.shape)
-        if codes.dtype == "F8_E4M3" and groups in (1, codes.shape[0]):
-            return TensorInfo(codes.shape, scale.dtype)
-        if codes.dtype == scale.dtype == "U8" and groups * quantized.GROUP == 2 * size:
-            return TensorInfo((codes.shape[0], 2 * codes.shape[1]), "BF16")
-        raise UserError(
-            f"{self.path}: {self._codes} is {codes.dtype} {list(codes.shape)} with a scale of"
-            f" {scale.dtype} {list(scale.shape)}, which is neither FP8 with a scale for the tensor"
-            f" or an output nor MXFP4 with one for {quantized.GROUP} inputs; save the model"
-            " unquantized, or in one of these"
-        )
-
-    def read(self, name: str) -> np.ndarray:
+    def read(self) -> np.ndarray:
         """Its part in memory."""
-        codes = self._files[self._codes].read(self._codes)
-        if self._part == "codes":
+        codes = self.codes.read()
+        if self.part == "codes":
             return codes
-        scale = self._files[self._scale].read(self._scale)
+        scale = self.scale.read()
         if codes.dtype == quantized.E4M3:
             scale = np.broadcast_to(scale.reshape(-1, 1), (len(codes), 1)).astype(np.float32)
-        if self._part == "scale":
+        if self.part == "scale":
             return scale
-        dtype = tensor_files.DTYPES[self.tensors[name].dtype]
-        return quantized.decode(codes, scale, -1).astype(dtype)
+        return quantized.decode(codes, scale, -1).astype(tensor_files.DTYPES[self.dtype])
 
 
-def unpacked(files: Mapping[str, TensorFile], part: str) -> dict[str, Any]:
-    """What reads each tensor of quantized files under its plain name."""
-    readers: dict[str, Any] = {}
-    for name, file in files.items():
+def _matrix(name: str, codes: Tensor, scale: Tensor, part: str) -> QuantizedMatrix:
+    size, groups = math.prod(codes.shape), math.prod(scale.shape)
+    if codes.dtype == "F8_E4M3" and groups in (1, codes.shape[0]):
+        return QuantizedMatrix(codes.shape, scale.dtype, codes, scale, part)
+    if codes.dtype == scale.dtype == "U8" and groups * quantized.GROUP == 2 * size:
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        return QuantizedMatrix(shape, "BF16", codes, scale, part)
+    raise UserError(
+        f"{name} is {codes.dtype} {list(codes.shape)} with a scale of {scale.dtype}"
+        f" {list(scale.shape)}, which is neither FP8 with a scale for the tensor or an output nor"
+        f" MXFP4 with one for {quantized.GROUP} inputs; save the model unquantized, or in one of"
+        " these"
+    )
+
+
+def unpack(stored: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Quantized tensors under their plain names, each giving this part; others as they are."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
         plain = name.replace(".weight_packed", ".weight")
-        if f"{plain}_scale" in files:
-            readers[plain] = QuantizedMatrix(plain, name, files, part)
+        scale = stored.get(f"{plain}_scale")
+        if scale:
+            tensors[plain] = _matrix(name, tensor, scale, part)
         elif not name.endswith(".weight_scale"):
-            readers[name] = file
-    return readers
+            tensors[name] = tensor
+    return tensors
 
 
 class Place(NamedTuple):

@@ -6,7 +6,6 @@ Every tensor's name, shape and dtype is checked before any is read.
 import functools
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,9 @@ from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Model, UserError, files
 from zaya_jax.model import quantized, zaya
-from zaya_jax.pytorch import compressed, older, tensor_files
+from zaya_jax.pytorch import compressed, experts, older, tensor_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.pytorch.experts import FusedExperts
-from zaya_jax.pytorch.tensor_files import TensorFile
+from zaya_jax.pytorch.tensor_files import Tensor
 
 RECOPY = "copy config.json and weights again from one place"
 
@@ -43,7 +41,7 @@ class Directory(ArraySource):
         self._is_older = older.is_older(self.config)
         if self._is_older:
             self._tensors = self._tensors_of("numbers")
-            self.config = older.config_of(self.config, self._tensors.tensors, str(where))
+            self.config = older.config_of(self.config, self._tensors, str(where))
             self.model = names.model_from_json(self.config, str(where))
         else:
             # First the config: an error there says more than one about its files.
@@ -51,41 +49,29 @@ class Directory(ArraySource):
             self._tensors = self._tensors_of("numbers")
         self._check()
 
-    def _tensors_of(self, part: str) -> FusedExperts:
+    def _tensors_of(self, part: str) -> dict[str, Tensor]:
         """All tensors under transformers' names; of quantized ones this part."""
-        readers: dict[str, Any] = {**self._locate()}
+        tensors = self._stored()
         if self._is_quantized:
-            readers = compressed.unpacked(readers, part)
+            tensors = compressed.unpack(tensors, part)
         if self._is_older:
-            renamed = older.Renamed(readers)
-            readers = dict.fromkeys(renamed.tensors, renamed)
-        return FusedExperts(readers)
+            tensors = older.rename(tensors)
+        return experts.fuse(tensors)
 
-    def _locate(self) -> dict[str, TensorFile]:
-        """The file of each tensor."""
+    def _stored(self) -> dict[str, Tensor]:
+        """The tensors of all files."""
         index = self.path / tensor_files.INDEX
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
-            single = self._open(tensor_files.SINGLE)
-            return dict.fromkeys(single.tensors, single)
+            return tensor_files.open_file(self.path / tensor_files.SINGLE)
         file_names = files.read_object(index)["weight_map"]
-        opened = {file: self._open(file) for file in sorted(set(file_names.values()))}
-        in_files = {(name, file) for file, tensors in opened.items() for name in tensors.tensors}
-        if odd := sorted(in_files ^ {*file_names.items()}):
-            raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {RECOPY}")
-        return {name: opened[file] for name, file in file_names.items()}
-
-    def _open(self, file: str) -> TensorFile:
-        path = self.path / file
-        if not path.is_file():
-            raise UserError(
-                f"{path} is missing; a model directory has model.safetensors, or the files its"
-                f" index names: {RECOPY}"
-            )
-        return TensorFile(path)
+        opened = {file: tensor_files.open_file(self.path / file) for file in {*file_names.values()}}
+        return {
+            name: opened[file][name] for name, file in file_names.items() if name in opened[file]
+        }
 
     def _check(self) -> None:
         expected = expected_shapes(self.model)
-        stored = self._tensors.tensors
+        stored = self._tensors
         # Some files repeat the tied embedding.
         odd = sorted(set(expected) ^ (set(stored) - {names.HEAD}), key=names.natural)
         if odd:
@@ -116,13 +102,12 @@ class Directory(ArraySource):
 
     def dtypes(self) -> dict[str, str]:
         """The stored dtype of every tensor: float32, float16 or bfloat16."""
-        tensors = self._tensors.tensors.items()
-        return {name: tensor_files.DTYPES[x.dtype].name for name, x in tensors}
+        return {name: tensor_files.DTYPES[x.dtype].name for name, x in self._tensors.items()}
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor as stored; UserError if it has a NaN or an infinity, because no run could
         begin with it."""
-        x = self._tensors.read(name)
+        x = self._tensors[name].read()
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
             raise UserError(
@@ -141,7 +126,7 @@ class Directory(ArraySource):
         path = tuple(name.split("/"))
         row = next(row for row in names.layer_rows(self.model) if row.path == path)
         stored = f"model.layers.{layer}.{row.name}"
-        parts = [tensors.read(stored) for tensors in self._codes_and_scales]
+        parts = [tensors[stored].read() for tensors in self._codes_and_scales]
         shape = names.leaf_of_row(zaya.abstract(self.model), path, layer).shape[1:]
         wanted = quantized.abstract(shape, form, quantized.INPUT_AXES[name])
         if [x.dtype for x in parts] != [x.dtype for x in wanted]:
@@ -152,7 +137,7 @@ class Directory(ArraySource):
         return codes, scale
 
     @functools.cached_property
-    def _codes_and_scales(self) -> tuple[FusedExperts, FusedExperts]:
+    def _codes_and_scales(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return self._tensors_of("codes"), self._tensors_of("scale")
 
     @functools.cached_property

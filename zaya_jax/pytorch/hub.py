@@ -64,7 +64,7 @@ def check_folder(folder: Path) -> None:
                 f"{folder / ADAPTER_CONFIG} names its base by a path of this machine, {base}; write"
                 " the base's OWNER/NAME there, or export again with --base_model=OWNER/NAME"
             )
-        tensor_files.TensorFile(folder / ADAPTER_WEIGHTS)
+        tensor_files.open_file(folder / ADAPTER_WEIGHTS)
     else:
         hf.Directory(folder)
     metadata = metadata_load(folder / CARD) if (folder / CARD).is_file() else None

@@ -7,14 +7,12 @@ spells several in more than one way.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from zaya_jax.config import UserError, shown
 from zaya_jax.pytorch.hf_names import MODEL_KEYS
-from zaya_jax.pytorch.tensor_files import TensorInfo
+from zaya_jax.pytorch.tensor_files import Tensor
 
 OLDER_KEYS = (
     "activation_func",
@@ -103,21 +101,15 @@ def is_older(config: dict[str, Any]) -> bool:
     return any(key in config for key in OLDER_KEYS)
 
 
-class Renamed:
-    """The tensors of several files under their present names, like one `TensorFile`."""
+def rename(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under their present names."""
+    num_half_layers = _num_layers(stored)
+    return {_present_name(name, num_half_layers): tensor for name, tensor in stored.items()}
 
-    def __init__(self, files: Mapping[str, Any]):
-        self._files = files
-        matches = [LAYER.match(name) for name in files]
-        numbers = [int(match[1]) for match in matches if match and match[1]]
-        num_half_layers = 1 + max(numbers, default=1)
-        self._old_names = {_present_name(name, num_half_layers): name for name in files}
-        self.tensors = {name: files[old].tensors[old] for name, old in self._old_names.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in memory."""
-        old = self._old_names[name]
-        return self._files[old].read(old)
+def _num_layers(names: Iterable[str]) -> int:
+    matches = [LAYER.match(name) for name in names]
+    return 1 + max((int(match[1]) for match in matches if match and match[1]), default=0)
 
 
 def _present_name(name: str, num_half_layers: int) -> str:
@@ -150,9 +142,7 @@ def _present_name(name: str, num_half_layers: int) -> str:
     return f"{prefix}{rest}"
 
 
-def config_of(
-    config: dict[str, Any], tensors: Mapping[str, TensorInfo], where: str
-) -> dict[str, Any]:
+def config_of(config: dict[str, Any], tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
     """The present config.json; UserError on what this model does not have, or the tensors have not.
 
     Keys that are not known here go into it, where those with a meaning are refused.
@@ -183,8 +173,7 @@ def config_of(
                 )
         return width
 
-    numbers = [int(match[1]) for match in map(LAYER.match, tensors) if match and match[1]]
-    num_layers = 1 + max(numbers, default=0)
+    num_layers = _num_layers(tensors)
     attention = "self_attn.qkv_proj"
     head = max(size(f"{attention}.conv_qk_grouped.weight", 1, "head_dim", "kv_channels"), 1)
     # Only compared: half of it is the experts' width.

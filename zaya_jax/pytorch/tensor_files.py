@@ -1,19 +1,17 @@
-"""Reads and writes safetensors files one tensor at a time: reading by the library, writing by plain
-writes.
+"""Reads and writes safetensors files one tensor at a time, by plain reads and writes.
 
-A model is never in memory as a whole. The library maps a file, and every touched page counts as
-this process's memory while the file is open, so the file is opened again for each tensor. Its
-writer takes a whole file's tensors at once, 10 GB for a shard of 5 GB, so shards are written here.
+A model is never in memory as a whole. The library checks a file, but it maps the file to read it,
+and every touched page counts as this process's memory while it is open. Its writer takes a whole
+file's tensors at once, 10 GB for a shard of 5 GB.
 """
 
-import contextlib
-import functools
+import abc
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -22,63 +20,61 @@ from safetensors import SafetensorError, safe_open
 
 from zaya_jax.config import UserError
 
+# What tensors of numbers may be stored in, and the codes and scales of quantized ones.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-NAMES = {dtype.name: name for name, dtype in DTYPES.items()} | {FP8.name: "F8_E4M3", "uint8": "U8"}
+ALL_DTYPES = DTYPES | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
+NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class TensorFile:
-    """One safetensors file; the library checks its header against its size."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with _open(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            self.tensors = {
-                name: TensorInfo(tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
-            }
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in memory."""
-        if self.tensors[name].dtype == NAMES[FP8.name]:  # the library gives NumPy none of these
-            begin = self._begins[name]
-            shape = self.tensors[name].shape
-            return np.fromfile(self.path, FP8, math.prod(shape), offset=begin).reshape(shape)
-        with _open(self.path) as file:
-            return file.get_tensor(name)
-
-    @functools.cached_property
-    def _begins(self) -> dict[str, int]:
-        """The first byte of each tensor."""
-        with self.path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(size))
-        return {name: 8 + size + entries[name]["data_offsets"][0] for name in self.tensors}
-
-
-class TensorInfo(NamedTuple):
-    """A tensor's shape, and its dtype as safetensors writes it: F32, BF16, I64 .."""
+@dataclasses.dataclass(frozen=True)
+class Tensor(abc.ABC):
+    """A tensor that is not read yet."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors writes it: F32, BF16, I64 ..
+
+    @abc.abstractmethod
+    def read(self) -> np.ndarray:
+        """The tensor in memory."""
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[Any]:
+@dataclasses.dataclass(frozen=True)
+class StoredTensor(Tensor):
+    """A tensor of a file."""
+
+    path: Path
+    begin: int  # its first byte
+
+    def read(self) -> np.ndarray:
+        """The tensor in memory."""
+        dtype, size = ALL_DTYPES[self.dtype], math.prod(self.shape)
+        return np.fromfile(self.path, dtype, size, offset=self.begin).reshape(self.shape)
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name; UserError if it is not whole."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            yield file
+        with safe_open(path, framework="numpy"):  # which compares its header with its size
+            pass
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew"
+            f"{path} cannot be read, it is missing, truncated or damaged ({error}); copy it anew"
         ) from None
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        begin = 8 + size + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"], path, begin)
+    return tensors
 
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
@@ -128,7 +124,7 @@ def _header(shard: Specs) -> bytes:
     for name, x in shard.items():
         begin, end = end, end + num_bytes(x)
         entries[name] = {
-            "dtype": NAMES[np.dtype(x.dtype).name],
+            "dtype": NAMES[np.dtype(x.dtype)],
             "shape": list(x.shape),
             "data_offsets": [begin, end],
         }
