@@ -6,11 +6,10 @@
     python -m experiments.checkpoint to_hf --model=RUN[@N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
                                           [--adapters | --quantize=fp8|mxfp4]
                                           [--push=OWNER/NAME --license=ID [--private]]
-    python -m experiments.checkpoint push --model=DIR --to=OWNER/NAME [--private]
 
 A model directory is transformers' `zaya`: config.json and safetensors. from_hf makes a workdir of
 one, with the weights as step 0, to train on in place; every other program takes the directory as it
-is. push, and to_hf with --push, upload a directory to the Hugging Face hub. URL is a place as in
+is. to_hf --push uploads what it wrote to the Hugging Face hub. URL is a place as in
 `checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged, or not pushed. See
 docs/checkpoints.md and docs/pytorch.md.
 """
@@ -22,7 +21,6 @@ from typing import Any
 from zaya_jax import cli
 
 DTYPES = ("float32", "bfloat16", "float16")
-PRIVATE = "make the repository, if there is none, a private one"
 
 
 def _parser() -> cli.Parser:
@@ -92,14 +90,12 @@ def _add_exports(command: Callable[[str, str], Any]) -> None:
         help="write a run's low-rank updates alone, in PEFT's format",
     )
     add.add_argument("--push", metavar="OWNER/NAME", help="then upload it to this repository")
-    add.add_argument("--private", action="store_true", help=PRIVATE)
-    _add_card(add)
-    add = command("push", "upload a model directory to the Hugging Face hub")
     add.add_argument(
-        "--model", required=True, type=cli.path, metavar="DIR", help="what to_hf has written"
+        "--private",
+        action="store_true",
+        help="make the repository, if there is none, a private one",
     )
-    add.add_argument("--to", required=True, metavar="OWNER/NAME", help="the repository")
-    add.add_argument("--private", action="store_true", help=PRIVATE)
+    _add_card(add)
 
 
 def _add_card(add: Any) -> None:

@@ -1,7 +1,6 @@
 """The commands of `experiments.checkpoint`."""
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from zaya_jax.training.workdir import check_same, read_config
 
 def run(args: Any) -> int:
     """Runs the subcommand of this name."""
-    commands = (inspect, verify, from_hf, to_hf, push)
+    commands = (inspect, verify, from_hf, to_hf)
     return {command.__name__: command for command in commands}[args.command](args)
 
 
@@ -183,24 +182,8 @@ def to_hf(args: Any) -> int:
             )
         print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")
-    return _push(made, args.push, args.private) if args.push else cli.DONE
-
-
-def push(args: Any) -> int:
-    """See `hub`."""
-    return _push(args.model, args.to, args.private)
-
-
-def _push(folder: Path, repository: str, private: bool) -> int:
-    try:
-        print(f"pushed: {hub.push(folder, repository, private)}")
-    except StorageError as error:
-        again = "python -m experiments.checkpoint push"
-        again += f" --model={shlex.quote(str(folder))} --to={repository}"
-        raise StorageError(
-            f"{error}; {folder} is whole and stays, so push it again, as often as you like:"
-            f" {again}{' --private' if private else ''}"
-        ) from None
+    if args.push:
+        print(f"pushed: {hub.push(made, args.push, args.private)}")
     return cli.DONE
 
 

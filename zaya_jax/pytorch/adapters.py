@@ -48,6 +48,12 @@ def to_peft(name: str, out: str | os.PathLike, publication: Publication = UNPUBL
             f"{model.name} computes otherwise than its base {source.base_name}"
             f" ({'; '.join(changed)}), so its updates do not fit that; leave --adapters out"
         )
+    base = card.base_of(model, publication) or source.base_name
+    if publication.repository != card.PLACEHOLDER and not hub.REPOSITORY.fullmatch(base):
+        raise UserError(
+            f"{model.name} names its base by a path of this machine, {base}; give its name on the hub"
+            " by --base_model=OWNER/NAME"
+        )
     target = claims.require_new_folder(out)
     tensors = _tensors(model.model, source.factors)
     rank = next(x.shape[-1] for name, x in source.factors.items() if name.endswith(".a"))
@@ -55,7 +61,6 @@ def to_peft(name: str, out: str | os.PathLike, publication: Publication = UNPUBL
         specs = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in tensors.items()}
         tensor_files.write_sharded(part, specs, tensors.__getitem__, 1 << 62)
         (part / tensor_files.SINGLE).rename(part / hub.ADAPTER_WEIGHTS)
-        base = card.base_of(model, publication) or source.base_name
         write_json(part / hub.ADAPTER_CONFIG, _config(model.model, rank, base))
         card.write(part, model, publication, adapters=True)
     return target
