@@ -446,7 +446,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
     wider.model.hidden_size = 24
     for call, *parts in (
         (partial(load, tmp_path / "none"), "none is not a folder"),
-        (partial(load, tmp_path / "empty"), "holds no model", "transformers"),
+        (partial(load, tmp_path / "empty"), "has no checkpoint", "transformers"),
         (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
         (partial(load, run, dtype="float16"), "float32, bfloat16"),
         (partial(load, run, mesh={"data": 3}), "mesh has data", "8 devices"),

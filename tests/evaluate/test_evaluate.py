@@ -83,7 +83,7 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
     [
         (["--model={golden}", "--data={data}"], "has no tokenizer"),
         (["--model={golden}"], "has no held-out text; give --data or --tasks"),
-        (["--model={data}", "--data={data}"], "holds no model; give a run's folder"),
+        (["--model={data}", "--data={data}"], "has no checkpoint; train first, or give a run"),
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
         (
             ["--data={data}/a.txt", "--data={data}/../in/a.txt"],

@@ -50,7 +50,7 @@ REFUSED = {
     "from_hf --model=GOLDEN/base --workdir=GOLDEN": "is not empty",
     "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "error: --workdir=/proc/nowhere/x cannot be written",
     "from_hf --model=RUN --workdir=NEW": "",
-    "to_hf --model=TMP --out=NEW": "holds no model",
+    "to_hf --model=TMP --out=NEW": "has no checkpoint",
     "to_hf --model=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
     **{
         f"to_hf --model=RUN --out=NEW --shard_gb={bad}": "--shard_gb="

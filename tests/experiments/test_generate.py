@@ -177,7 +177,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     ("options", "says"),
     [
         (["--model=/nowhere"], "is not a folder; give a run's"),
-        (["--model={empty}"], "holds no model; give"),
+        (["--model={empty}"], "has no checkpoint; train first"),
         (["--model={run}@4"], "no checkpoint of step 4; it has 3, 5"),
         (["--model={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
         (

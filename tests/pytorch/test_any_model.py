@@ -104,8 +104,6 @@ def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
         ("run@7", "run has no checkpoint of step 7; it has 0"),
     ):
         assert refusal(any_model.find, name).startswith(says)
-    says = "config.run.init_from=run@7: run has no checkpoint of step 7; it has 0"
-    assert refusal(any_model.open_weights, "run@7").startswith(says)
 
 
 SMALLEST = Model(
@@ -213,7 +211,7 @@ def test_files_that_are_missing(tmp_path, source):
     (source / FILE).unlink()
     refused(source, r"model\.safetensors cannot be read, it is missing")
     (source / "config.json").unlink()
-    refused(source, "holds no model; give a run's folder")
+    refused(source, "has no checkpoint; train first, or give a run")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ REFUSED = {
     "data.path": {"data__path": "nowhere"},
     "tokenizer": {"data__tokenizer": "nowhere.json"},
     "config.model.eos_token_id=3": {"model__eos_token_id": 3},
-    "config.run.init_from=nowhere: nowhere has no checkpoint": {"run__init_from": "nowhere"},
+    "config.run.init_from=nowhere: nowhere is not a folder": {"run__init_from": "nowhere"},
     "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
     "a mixture's source: 'nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
 }
@@ -320,7 +320,7 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
 
     monkeypatch.setattr(states, "init", compiled)
     check_refused(
-        rf"init_from(={place}: (nowhere|other) has no|: step 1 of {place} does not fit)",
+        rf"init_from(={place}: (nowhere is not|other has no)|: step 1 of {place} does not fit)",
         train,
         run__init_from=place,
     )

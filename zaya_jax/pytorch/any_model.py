@@ -25,7 +25,7 @@ from zaya_jax.checkpoint import source as sources
 from zaya_jax.checkpoint.layout import IMPORTED
 from zaya_jax.checkpoint.merged import MergedSource
 from zaya_jax.checkpoint.orbax_source import open_source
-from zaya_jax.checkpoint.source import ArraySource, SealedSource
+from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Config, Model, UserError, fields, files, first_line
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf, hub, tokenizer_files
@@ -125,27 +125,25 @@ class AnyModel:
 def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
     """The model of this name; UserError if there is none. `config`: of a state without one, as
     Orbax saves it."""
-    folder, step = resolve(name)
-    if config is not None:
-        if is_run(folder) and (folder / "config.json").exists():
+    folder, _ = resolve(name)
+    source = open_weights(os.fspath(name))
+    if config is None:
+        if isinstance(source, hf.Directory):
+            return _of_directory(str(name), source)
+        if source.workdir is None:
             raise UserError(
-                f"{folder} is a run's folder and has a config of its own; leave config= out"
+                f"{name} holds no model; give {fields.MODEL_FORMS}, or config= with a state that"
+                " Orbax saved"
             )
-        tokenizer = config.data.tokenizer
-        exists = tokenizer == "bytes" or Path(tokenizer).exists()
-        source = open_source(os.fspath(folder), step)
-        return AnyModel(str(name), folder, config, source, tokenizer if exists else None)
-    if is_run(folder):
-        return _find_in_run(folder, step)
-    if step is None and ((folder / "config.json").is_file() or any(folder.glob("*.safetensors*"))):
-        return _find_in_directory(str(name), folder)
-    raise UserError(
-        f"{name} holds no model; give {fields.MODEL_FORMS}, or config= with a state that Orbax saved"
-    )
+        return _of_run(folder, source)
+    if (folder / "config.json").exists():
+        raise UserError(f"{folder} has a config of its own; leave config= out")
+    tokenizer = config.data.tokenizer
+    exists = tokenizer == "bytes" or Path(tokenizer).exists()
+    return AnyModel(str(name), folder, config, source, tokenizer if exists else None)
 
 
-def _find_in_run(folder: Path, step: int | None) -> AnyModel:
-    source = SealedSource(folder, step)
+def _of_run(folder: Path, source: ArraySource) -> AnyModel:
     config = config_at(folder, source.step)
     # With its base, the weights are whole.
     run = dataclasses.replace(config.run, lora=None, base="compute")
@@ -153,14 +151,13 @@ def _find_in_run(folder: Path, step: int | None) -> AnyModel:
     tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
     imported = NOT_IMPORTED
     if (folder / IMPORTED).exists():
-        imported = {**NOT_IMPORTED, **files.read_object(folder / IMPORTED)}
+        imported = files.read_object(folder / IMPORTED)
     name = f"{folder}@{source.step}"
-    weights = with_base(source)
-    return AnyModel(name, folder, config, weights, tokenizer, imported, source.step)
+    return AnyModel(name, folder, config, source, tokenizer, imported, source.step)
 
 
-def _find_in_directory(name: str, folder: Path) -> AnyModel:
-    directory = hf.Directory(folder)
+def _of_directory(name: str, directory: hf.Directory) -> AnyModel:
+    folder = directory.path
     tokenizer = None
     if any((folder / file).is_file() for file in (tokenizers.FILE, "tokenizer.model")):
         tokenizer = str(folder)
@@ -169,17 +166,16 @@ def _find_in_directory(name: str, folder: Path) -> AnyModel:
 
 
 def open_weights(name: str) -> ArraySource:
-    """The weights of config.run.init_from: of any name, also without a config (an address)."""
+    """The weights of any name; also of one without a config, such as an address."""
+    if "://" in name:
+        return with_base(open_source(name))
+    folder, step = resolve(name)
+    if step is None and (folder / "config.json").is_file() and not is_run(folder):
+        return hf.Directory(folder)
     try:
-        location = _on_hub(name) or name
-        folder = Path(location)
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            return hf.Directory(folder)
-        return with_base(open_source(location))
+        return with_base(open_source(folder, step))
     except UserError as error:
-        raise UserError(
-            f"config.run.init_from={name}: {error}; or give {fields.MODEL_FORMS}"
-        ) from None
+        raise UserError(f"{error}; or give {fields.MODEL_FORMS}") from None
 
 
 def with_base(source: ArraySource) -> ArraySource:

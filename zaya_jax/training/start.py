@@ -163,7 +163,9 @@ def first_state(
     run = planned.recipe.config.run
 
     def open_same(name: str) -> ArraySource:
-        source, model = open_weights(name), planned.recipe.config.model
+        with fields.naming(f"config.run.init_from={name}"):
+            source = open_weights(name)
+        model = planned.recipe.config.model
         own_parts.require_same_source(model, source.meta(), name, run.changed_source, say)
         return source
 
