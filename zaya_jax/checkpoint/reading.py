@@ -19,7 +19,6 @@ import numpy as np
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import LocatedBox, Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
-from zaya_jax.checkpoint.seal import TAIL, crc32c
 
 THREADS = 4
 PREFETCH_BYTES = 64 << 20  # of chunks that are read before they are asked for
@@ -115,13 +114,3 @@ def _chunks(
         waiting.extend(itertools.islice(reads, 1))
         for use in uses:
             yield use, chunk
-
-
-def chunk_of(content: bytes, array: StoredArray, index: tuple[int, ...], crc: int) -> np.ndarray:
-    """The numbers of a chunk's file, if they and its tail have this checksum; ValueError
-    otherwise."""
-    raw = np.frombuffer(content, np.uint8)
-    numbers, tail = raw[: array.chunk_bytes], raw[array.chunk_bytes :].tobytes()
-    if tail != crc.to_bytes(TAIL, "little") or crc32c(numbers) != crc:
-        raise ValueError(f"{array.file(index)} (array {array.name}) is damaged")
-    return numbers.view(array.dtype).reshape(array.chunk)

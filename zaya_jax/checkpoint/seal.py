@@ -12,9 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -24,7 +22,7 @@ from zaya_jax.config import UserError, shown
 FORMAT = 3  # 2 had the experts' gate_up as [L, E, D, 2 F]
 TAIL = 4  # bytes
 RUN = ".run"  # the file next to the steps with the name of their run
-BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
+BLOCK = 1 << 20  # read and summed at a time: a sum holds the interpreter's lock meanwhile
 
 # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
 Sums = dict[str, list[int]]
@@ -85,34 +83,20 @@ def without_checksum(content: bytes) -> dict[str, Any]:
     raise ValueError("changed: it does not have its own checksum")
 
 
-def damage_in(content: bytes, entry: list[int]) -> str | None:
-    """The damage in a file's content, compared with its entry; None if there is none."""
-    return _damage_in([memoryview(content)], len(content), entry)
-
-
-def damage_in_file(path: Path, entry: list[int]) -> str | None:
-    """The same of a file on the disk, without the memory of all of it."""
-    with open(path, "rb", buffering=0) as file:
-        blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
-        return _damage_in(blocks, os.fstat(file.fileno()).st_size, entry)
-
-
-def _damage_in(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str | None:
+def damage_in(file: BinaryIO, entry: list[int]) -> str | None:
+    """The damage in a file, compared with its entry, in blocks; None if there is none."""
     listed_size, listed_crc, tail = entry
+    size = file.seek(0, os.SEEK_END)
     if size != listed_size:
         kind = "truncated" if size < listed_size else "too long"
         return f"{kind}: {size} bytes instead of {listed_size}"
+    file.seek(0)
     crc = 0
-    end = b""
-    rest = size - tail  # bytes before the tail that are still to come
-    for block in blocks:
-        data = block[: max(rest, 0)]
-        crc = crc32c(data, crc)
-        end += bytes(block[len(data) :])
-        rest -= len(data)
+    for begin in range(0, size - tail, BLOCK):
+        crc = crc32c(file.read(min(BLOCK, size - tail - begin)), crc)
     if crc != listed_crc:
         return f"changed: crc32c {crc:08x} instead of {listed_crc:08x}"
-    if tail and end != listed_crc.to_bytes(TAIL, "little"):
+    if tail and file.read() != listed_crc.to_bytes(TAIL, "little"):
         return "changed in its tail"
     return None
 

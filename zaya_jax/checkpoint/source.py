@@ -196,14 +196,9 @@ class SealedSource(ArraySource):
     def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
         """One chunk, verified against the listed checksum (which also rules out a swapped
         chunk)."""
-        name = array.file(index)
-        if name not in self.files:
-            raise StorageError(f"{self.name} cannot be read: its list lacks {name}")
-        content = self._vault.read(self._step_name, name)
-        try:
-            return reading.chunk_of(content, array, index, self.files[name][1])
-        except ValueError as error:
-            raise StorageError(f"{self.name} cannot be read: {error}") from error
+        content = self._vault.read_checked(self._step_name, array.file(index), self.files)
+        numbers = np.frombuffer(content, np.uint8, array.chunk_bytes)
+        return numbers.view(array.dtype).reshape(array.chunk)
 
 
 def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Path | None]:

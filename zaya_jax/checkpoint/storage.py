@@ -12,6 +12,7 @@ after DELAYS, until nothing has succeeded for GIVE_UP_AFTER seconds.
 import concurrent.futures
 import contextlib
 import errno
+import io
 import shutil
 import threading
 import time
@@ -82,7 +83,7 @@ class Storage:
         self.folder = Path(self._root) if local else None
         # Called when requests begin to fail, once until one succeeds.
         self.on_first_failure: Callable[[str], None] = lambda _: None
-        self._failing_since: float | None = None
+        self.failing_since: float | None = None  # until a request succeeds
         # Whether requests to a folder may be cancelled, too. Each takes a thread then, and threads
         # that read chunks keep their memory.
         self.may_be_cancelled = not local
@@ -138,9 +139,19 @@ class Storage:
 
     def get(self, name: str) -> bytes:
         """A file's content."""
-        if self.folder:
-            return self.attempt("read", name, (self.folder / name).read_bytes)
-        return self.attempt("read", name, self._files.cat_file, f"{self._root}/{name}")
+        return self.read(name, lambda file: file.read())
+
+    def read[T](self, name: str, function: Callable[..., T], *args: Any) -> T:
+        """function(file, ...) of an open file; one behind a URL is in memory."""
+
+        def opened() -> T:
+            if self.folder:
+                with open(self.folder / name, "rb") as file:
+                    return function(file, *args)
+            content = self._files.cat_file(f"{self._root}/{name}")
+            return function(io.BytesIO(content), *args)
+
+        return self.attempt("read", name, opened)
 
     def put(self, name: str, content: bytes) -> None:
         """Writes a file of this content, complete or not at all."""
@@ -175,7 +186,7 @@ class Storage:
             except Exception as error:  # client libraries' own classes are no OSErrors
                 failure = error
             else:
-                self._failing_since = None
+                self.failing_since = None
                 return result
             if self._cancelled.done():
                 raise Unreachable(
@@ -184,12 +195,12 @@ class Storage:
             why = f"cannot {verb} {where}"
             about_file = self._is_about_file(verb, failure)
             if about_file or isinstance(failure, PermissionError):
-                self._failing_since = None  # this is an answer, too
+                self.failing_since = None  # this is an answer, too
                 kind = FileError if about_file else Unreachable
                 raise kind(self._failure_text(why, failure)) from failure
-            first = self._failing_since is None
-            self._failing_since = self._failing_since or begun
-            if delay is None or time.monotonic() - self._failing_since > GIVE_UP_AFTER:
+            first = self.failing_since is None
+            self.failing_since = self.failing_since or begun
+            if delay is None or time.monotonic() - self.failing_since > GIVE_UP_AFTER:
                 why += f" after {number} attempt{'s' if number > 1 else ''}"
                 raise Unreachable(self._failure_text(why, failure)) from failure
             if first:

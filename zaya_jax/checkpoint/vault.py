@@ -13,6 +13,7 @@ goes with it.
 
 import concurrent.futures
 import dataclasses
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -119,7 +120,7 @@ class Vault:
         if name in sums:
             try:
                 content = self.read(step, name)
-                damage = seal.damage_in(content, sums[name])
+                damage = seal.damage_in(io.BytesIO(content), sums[name])
             except FileError as error:
                 damage = _describe(error)
         if damage:
@@ -157,14 +158,8 @@ class Vault:
         """The damages of some of a step's files."""
 
         def damage_in(name: str) -> str | None:
-            file = f"{step}/{name}"
-            folder = self.storage.folder
             try:
-                if folder:  # in blocks, which takes the memory of none
-                    return self.storage.attempt(
-                        "read", file, seal.damage_in_file, folder / file, sums[name]
-                    )
-                return seal.damage_in(self.storage.get(file), sums[name])
+                return self.storage.read(f"{step}/{name}", seal.damage_in, sums[name])
             except FileError as error:
                 return _describe(error)
 
