@@ -64,15 +64,17 @@ def remove(root: Path, step: int) -> None:
     shutil.rmtree(target)
 
 
-def rename_damaged(root: Path, step: int) -> Path:
-    """Renames a damaged checkpoint, which is kept for inspection."""
+def rename_damaged(root: Path, step: int) -> Path | None:
+    """Renames a damaged checkpoint, which is kept for inspection, if it is there."""
     number = 0
     target = root / f"{DAMAGED}{step}"
     while target.exists():
         number += 1
         target = root / f"{DAMAGED}{step}.{number}"
-    (root / str(step)).rename(target)
-    return target
+    try:
+        return (root / str(step)).rename(target)
+    except FileNotFoundError:
+        return None
 
 
 def rename_stale(root: Path, steps: Iterable[int], num_decisions: int) -> None:

@@ -1,18 +1,16 @@
 """Copies complete steps to a safe place, a folder or URL, and fetches them from there.
 
     durable.find_newer(run, here, ...)   in process 0: cleans the place; its steps that are newer
-    durable.fetch_first_whole(steps)     makes the first of these that is whole one of workdir/checkpoints
-    durable.enqueue_missing()            begins to copy the steps that it lacks
-    durable.enqueue([step])              has a step copied
+    durable.fetch(step)                  makes its copy a step of workdir/checkpoints
+    durable.enqueue([step])              has a step copied, if the place lacks it
     durable.close()                      returns the steps without a complete copy
 
 All processes call these together; each sends and fetches its share of the files. Copies are made by
 a thread of their own. A place that is slow or dead delays no save: steps wait in a set and are
-copied one at a time, the newest first.
+copied one at a time, the newest first; where the place does not answer, all that wait have failed.
 """
 
 import concurrent.futures
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from zaya_jax.checkpoint import folders
 from zaya_jax.checkpoint.run import claims, retention, timings
 from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import RUN, Seal
-from zaya_jax.checkpoint.storage import FileError, Unreachable, for_each
+from zaya_jax.checkpoint.storage import FileError, Unreachable
 from zaya_jax.checkpoint.vault import Vault, my_files
 from zaya_jax.checkpoint.writing import reason, run_in_all_then_zero
 from zaya_jax.cluster import multihost
@@ -51,7 +49,7 @@ class Durable:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "copy")
         self._jobs: list[concurrent.futures.Future] = []  # one for each step that waits
         # In process 0, which chooses the next step to copy:
-        self._unreachable: Unreachable | None = None  # the place did not answer at this start
+        self._unreachable = ""  # why the place was not compared at this start
         self._waiting: set[int] = set()
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
         self._copying: int | None = None
@@ -71,16 +69,10 @@ class Durable:
             job.result()  # raises what no job should raise
         self._jobs += [self._thread.submit(self._copy_newest) for _ in steps]
 
-    def enqueue_missing(self) -> None:
-        """Begins to copy steps that the place lacks: their copies failed or were cut short."""
-        for step in folders.numbered(self._root) if multihost.is_writer() else ():
-            try:
-                self._here.read_seal(step)
-            except StorageError as error:
-                self._say(
-                    f"WARNING: {error}; it is neither read nor copied: move it away, or restore it"
-                )
-        self.enqueue(self._missing()[0])
+    def enqueue_all(self) -> None:
+        """Has all steps copied: copies may have failed before, or have been cut short."""
+        steps = multihost.broadcast_from_zero("to copy", lambda: folders.numbered(self._root))
+        self.enqueue(steps)
 
     def delete_here(self, step: int) -> None:
         """Deletes a step here, unless it is being copied; its copy goes with the next that is
@@ -104,19 +96,14 @@ class Durable:
         catches up.
         """
         self.wait(None if retry else self._keys.max_wait)
-        error = ""
-        if retry:
-            missing, error = self._missing()
-        else:  # a dead place would delay the end
-            missing = self._missing_without_asking()
-        if missing and retry and not error:
+        missing = self._missing()
+        if missing and retry:
             self.enqueue(missing)
             self.wait()
-            missing, error = self._missing()
+            missing = self._missing()
         self._thread.shutdown()
         if missing:
-            reasons = [error, *map(self._failed.get, missing)]
-            why = next((f" ({text})" for text in reasons if text), "")
+            why = next((f" ({self._failed[step]})" for step in missing if step in self._failed), "")
             self._say(
                 f"error: {self._keys.durable} has no complete copy of step"
                 f" {', '.join(map(str, missing))}{why}; running the same command again retries"
@@ -135,6 +122,9 @@ class Durable:
             self._say(
                 f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
             )
+            if self.vault.storage.failing_since:
+                self._failed |= dict.fromkeys(self._waiting, error)
+                self._waiting.clear()
 
     def _choose(self) -> int | None:
         """The newest step that waits."""
@@ -143,46 +133,29 @@ class Durable:
             # saved.
             waiting = set(self._waiting)
             # The rules delete some before their turn comes.
-            complete = set(folders.steps_in(self._root))
-            self._copying = max(waiting & complete, default=None)
-            self._waiting -= (waiting - complete) | {self._copying}
+            here = set(folders.numbered(self._root))
+            self._copying = max(waiting & here, default=None)
+            self._waiting -= (waiting - here) | {self._copying}
             return self._copying
 
-    def _missing_without_asking(self) -> list[int]:
-        """Steps here whose copies have failed or were not made, as far as is known here."""
-        known = {*self._failed, *self._waiting}
+    def _missing(self) -> list[int]:
+        """Steps here whose copies have failed or were not made."""
         return multihost.broadcast_from_zero(
-            "failed", lambda: [step for step in folders.steps_in(self._root) if step in known]
+            "missing", lambda: [s for s in folders.numbered(self._root) if s in self._uncopied()]
         )
 
-    def _missing(self) -> tuple[list[int], str]:
-        """Steps here without a complete copy, and the error if that could not be determined."""
+    def _uncopied(self) -> set[int]:
+        return {*self._failed, *self._waiting}
 
-        def compare() -> list:
-            complete = folders.steps_in(self._root)
-            unreachable, self._unreachable = self._unreachable, None  # the next time it is asked
-            try:
-                if unreachable:
-                    raise unreachable
-                at_place = set(self.vault.steps())
-                copied = for_each(lambda step: step in at_place and self._has_copy(step), complete)
-            except StorageError as error:
-                return [complete, str(error)]
-            return [[step for step, has in zip(complete, copied, strict=True) if not has], ""]
-
-        missing, error = multihost.broadcast_from_zero("missing", compare)
-        return missing, error
-
-    def _has_copy(self, step: int) -> bool:
-        """Whether a step there is a copy of the one here; or complete by itself, if the one here is
-        damaged."""
-        listed = None
-        with contextlib.suppress(StorageError):
-            listed = self._here.read_seal(step)
+    def _listed(self, step: int) -> Seal:
+        """A step's list; that of its copy, if the one here is damaged."""
         try:
-            return self.vault.has_copy_of(step, listed or self.vault.read_seal(step))
-        except FileError:
-            return False
+            return self._here.read_seal(step)
+        except (StorageError, UserError) as error:
+            self._say(
+                f"WARNING: {error}; it is neither read nor copied: move it away, or restore it"
+            )
+            return self.vault.read_seal(step)
 
     def _claim(self, run: str) -> None:
         """Makes an empty place this run's; StorageError if another was faster."""
@@ -201,8 +174,8 @@ class Durable:
         if not (self._root / str(step)).exists():
             return ["skip", None]
         try:
-            listed = self._here.read_seal(step)
             self._claim(folders.run_of(self._root))
+            listed = self._listed(step)
             if self.vault.has_copy_of(step, listed):
                 return ["skip", None]
             return ["replace" if self.vault.is_complete(step) else "send", None]
@@ -289,52 +262,12 @@ class Durable:
             if not local_steps:
                 raise
             # Nothing is fetched from there: its steps were not compared with the decisions.
-            self._unreachable = failure
+            self._unreachable = str(failure)
             self._say(
                 f"WARNING: {failure}; continuing from the local step {local_steps[-1]} without"
                 " checking for a newer copy there"
             )
             return []
-
-    def fetch_first_whole(self, steps: list[int]) -> None:
-        """Fetches the first of some steps that is whole; StorageError if the first is not and the
-        config says stop, or none is and no step is here."""
-        error = None
-        for step in steps:
-            error = self._fetch(step)
-            if not error:
-                return
-            if self._keys.on_corrupt == "stop":
-                raise StorageError(
-                    f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
-                )
-            self._say(
-                f"WARNING: step {step} could not be fetched: {error}; looking for the one before"
-            )
-        if error and not multihost.broadcast_from_zero(
-            "left", lambda: bool(folders.numbered(self._root))
-        ):
-            raise StorageError(
-                f"{error}; no copy in {self.vault.url} is whole: restore one, or give another"
-                " checkpoint.durable"
-            )
-
-    def fetch_instead(self, step: int) -> bool:
-        """Puts a whole copy in the place of a step that is damaged here, which is set aside; False
-        if there is none."""
-
-        def refuse() -> str | None:
-            if self._unreachable:
-                return str(self._unreachable)
-            try:
-                return None if self.vault.is_complete(step) else f"{self.vault.url} has none"
-            except StorageError as failure:
-                return str(failure)
-
-        error = multihost.broadcast_from_zero("copy of a damaged step", refuse) or self._fetch(step)
-        if error:
-            self._say(f"warning: no copy takes the place of the damaged step {step}: {error}")
-        return not error
 
     def _require_own(self, run: str) -> None:
         """UserError if the place is another run's, or holds steps and no name: it bears its name
@@ -364,8 +297,11 @@ class Durable:
             except (FileError, ValueError):
                 pass  # damage is found when it is fetched
 
-    def _fetch(self, step: int) -> str | None:
-        """Makes a step of the vault one of workdir/checkpoints; returns an error, if any."""
+    def fetch(self, step: int) -> str | None:
+        """Makes a copy a step of workdir/checkpoints, in the place of a damaged one, which is set
+        aside; returns an error, if any."""
+        if error := multihost.broadcast_from_zero("compared", lambda: self._unreachable):
+            return error
         folder = self._root / f"{folders.SAVING}{step}"
 
         def fetch_files() -> None:
@@ -377,8 +313,7 @@ class Durable:
             listed = self.vault.read_seal(step)
             # Named before: a step's list and the folder's name must agree.
             folders.name_run(self._root, self.vault.owner())
-            if (self._root / str(step)).exists():  # a damaged one, only now that another is here
-                renamed = folders.rename_damaged(self._root, step)
+            if renamed := folders.rename_damaged(self._root, step):  # only now that another is here
                 self._say(f"WARNING: the damaged step {step} is kept as {renamed}")
             folders.commit(folder, self._root / str(step), Seal(listed.files, step, listed.run))
             self._say(f"step {step} was fetched from {self.vault.url}")

@@ -266,11 +266,9 @@ class Store:
             _begun[self.root].wait_for_save()
         _begun[self.root] = self
         newer = multihost.broadcast_from_zero("newer", functools.partial(self._prepare, decisions))
+        newest = self._newest_whole(newer)
         if self.durable:
-            self.durable.fetch_first_whole(newer)
-        newest = self._newest_whole()
-        if self.durable:
-            self.durable.enqueue_missing()  # after the check: a damaged step is not copied
+            self.durable.enqueue_all()  # after the check: a damaged step is not copied
         return newest
 
     def _prepare(self, decisions: Decisions) -> list[int]:
@@ -312,49 +310,59 @@ class Store:
                 " file there away"
             ) from None
 
-    def _newest_whole(self) -> int | None:
-        fetched: set[int] = set()
-        while True:
-            # A folder that has a step's name and no list is a damaged one: it got its name with the
-            # list in it.
-            step = multihost.broadcast_from_zero(
-                "newest", lambda: max(folders.numbered(self.root), default=None)
-            )
-            if step is None:
-                return None
-            clock = time.perf_counter()
-            damages = Vault(self.root).verify_together(step, "damages")
-            self._verify_seconds = time.perf_counter() - clock
-            if not damages:
+    def _newest_whole(self, newer: list[int]) -> int | None:
+        """The newest step that is whole here, or whose copy is; those before which it stops are set
+        aside."""
+        # A folder that has a step's name and no list is a damaged one: it got its name with the
+        # list in it.
+        here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
+        steps = sorted({*here, *newer}, reverse=True)
+        for step in steps:
+            why = self._make_whole(step, step in here)
+            if not why:
                 return step
-            # Once for a step: on a disk that damages what it takes, this would have no end.
-            if self.durable and step not in fetched:
-                fetched.add(step)
-                if self.durable.fetch_instead(step):
-                    continue
-            self._retire_damaged(step, damages)
+            self._give_up(step, why, step == steps[-1])
+        return None
 
-    def _retire_damaged(self, step: int, damages: list[str]) -> None:
+    def _make_whole(self, step: int, is_here: bool) -> str | None:
+        """Has a step whole here, if need be by its copy; returns why that is impossible."""
+        damage = self._damage(step) if is_here else None
+        if is_here and not damage:
+            return None
+        if not self.durable:
+            return damage
+        error = self.durable.fetch(step)
+        if not error:
+            return self._damage(step)
+        if damage:
+            self._say(f"warning: no copy takes the place of the damaged step {step}: {error}")
+        return damage or error
+
+    def _damage(self, step: int) -> str | None:
+        clock = time.perf_counter()
+        damages = Vault(self.root).verify_together(step, "damages")
+        self._verify_seconds = time.perf_counter() - clock
+        if not damages:
+            return None
+        more = f" and {len(damages) - 3} more" if len(damages) > 3 else ""
+        return f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}{more}"
+
+    def _give_up(self, step: int, why: str, is_last: bool) -> None:
         """Puts a damaged step aside for the one before; StorageError if there is none, or the
         config says stop."""
-        damaged = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
-        if len(damages) > 3:
-            damaged += f" and {len(damages) - 3} more"
-        is_first = multihost.broadcast_from_zero(
-            "before", lambda: folders.numbered(self.root)[0] == step
-        )
-        if self.keys.on_corrupt == "stop" or is_first:
+        if self.keys.on_corrupt == "stop" or is_last:
             way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
-            if is_first:
+            if is_last:
                 way_out = "there is none before it: restore it, or give a new workdir"
             raise StorageError(
-                f"{damaged}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
+                f"{why}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
                 f" lists it all; {way_out}"
             )
         renamed = multihost.broadcast_from_zero(
-            "aside", lambda: str(folders.rename_damaged(self.root, step))
+            "aside", lambda: str(folders.rename_damaged(self.root, step) or "")
         )
-        self._say(f"WARNING: {damaged}. Kept as {renamed}; going on from the one before")
+        kept = f" Kept as {renamed};" if renamed else ""
+        self._say(f"WARNING: {why}.{kept} going on from the one before")
 
     def restore(
         self, step: int, like: Any, locations: Locations, put_on_devices: Callable[[Any], Any]
