@@ -99,7 +99,8 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_as_it_is(tmp_path,
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / claims.LOCK).symlink_to(tmp_path / target)
     for call in (claims.take, claims.require_free):
-        check_refused(r"\.lock is a link.*remove it", call, tmp_path / "run")
+        with pytest.raises(OSError, match="symbolic links"):
+            call(tmp_path / "run")
     assert (tmp_path / "notes.txt").read_text() == "of somebody else\n" * 50
     assert not (tmp_path / "nowhere").exists()
 

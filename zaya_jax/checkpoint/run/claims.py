@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import json
 import os
 import shutil
 import socket
@@ -63,7 +62,8 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             if time.monotonic() > latest:
-                who = _signature(file)
+                file.seek(0)
+                who = file.read(200).decode(errors="replace") or "another process"
                 file.close()
                 raise UserError(
                     f"{workdir} is in use by {who}; wait until that has ended, or give another"
@@ -82,11 +82,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
         file.truncate(0)
         file.seek(0)
-        file.write(
-            json.dumps(
-                {"process": os.getpid(), "host": socket.gethostname(), "since": since}
-            ).encode()
-        )
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
 
 
 def require_free(workdir: Path) -> None:
@@ -110,12 +106,8 @@ def release(workdir: Path) -> None:
 
 def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:  # not through a link, whose target would lose its content
-        return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UserError(f"{path} is a link, and no lock of a run; remove it") from None
+    # not through a link, whose target would lose its content
+    return os.fdopen(os.open(path, _FLAGS, 0o644), "rb+", buffering=0)
 
 
 def _is_still_at(file: BinaryIO, path: Path) -> bool:
@@ -124,14 +116,6 @@ def _is_still_at(file: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
     except OSError:
         return False
-
-
-def _signature(file: BinaryIO) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        file.seek(0)
-        claim = json.loads(file.read(1 << 16))
-        return f"process {claim['process']} on {claim['host']} since {claim['since']}"
-    return "another process"
 
 
 # ################################################################################################
@@ -177,13 +161,11 @@ def require_outside(folder: Path) -> None:
 def require_writable(folder: str | os.PathLike) -> None:
     """UserError where a folder that may have to be made could not be; makes nothing."""
     nearest = files.existing(folder)
-    why = ""
-    if not nearest.is_dir():
-        why = f"{nearest} is a file"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        why = f"no right to write in {nearest}"
-    if why:
-        raise UserError(f"{folder} cannot be written ({why}); give a folder that can")
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{folder} cannot be written ({nearest} is a file, or not yours to write in); give a"
+            " folder that can"
+        )
 
 
 def require_new_folder(path: str | os.PathLike) -> Path:
