@@ -148,28 +148,6 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_and_stays(runs):
     assert {path.name for path in runs[0].iterdir()} >= {"36", "40"}
 
 
-def test_the_recorded_config_is_compared_too(tmp_path, called):
-    workdir = open_workdir(tmp_path / "run", config.check(config.default()))
-    checkpoints = store.Store(workdir, Checkpoint(), print)
-    checkpoints.find_newest()
-    given = config.to_dict(config.check(config.default()))
-    save_tree(checkpoints, 3, state(3), {"step": 3, "tokens": 3, "config": given})
-    checkpoints.close()
-    verify = functools.partial(called, checkpoint, "verify", f"--workdir={workdir}")
-    assert verify()[0] == 0
-    recorded = json.loads((workdir / "config.json").read_text())
-    for content, words in (
-        (json.dumps(recorded | {"optim": recorded["optim"] | {"lr": 0.25}}), "config.optim.lr="),
-        (json.dumps(recorded)[:-40], "can be read"),
-        (json.dumps(recorded | {"checkpoint": recorded["checkpoint"] | {"keep": 9}}), ""),
-    ):
-        (workdir / "config.json").write_text(content)
-        code, out, _ = verify()
-        assert (
-            code == (4 if words else 0) and words in out and out.count("\n") == (2 if words else 1)
-        )
-
-
 def test_what_is_not_listed_is_named(runs, tmp_path):
     folder = runs[0] / "40"
     (folder / "state" / "params.a" / "c.9.9").write_bytes(b"more")
