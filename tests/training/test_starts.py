@@ -498,7 +498,7 @@ def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(damageable, 
     chunk.write_bytes(bytes(chunk.stat().st_size))
     (damageable / "checkpoints" / "2" / "checksums.json").write_text("{}")
     for step, damage in (
-        (4, r"step 4 of .*run is damaged: state/.* is changed"),
+        (4, r"checkpoints/4 is damaged: state/.* is changed"),
         (2, "2 is damaged: "),
     ):
         check_storage_error(

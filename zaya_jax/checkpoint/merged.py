@@ -12,7 +12,7 @@ the updates were trained to sit on those.
 import functools
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from zaya_jax.checkpoint import few_bits, layout
 from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.seal import crc32c
 from zaya_jax.checkpoint.source import ArraySource
-from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import UserError
 
 
@@ -58,8 +57,7 @@ def require_same_base(base: ArraySource, meta: Mapping[str, Any], name: str) -> 
 class MergedSource(ArraySource):
     """Base and adapters together, as one checkpoint.
 
-    The whole base is compared with the adapters' before its first number is given: by `check`, or
-    by the first read.
+    The whole base is compared with the adapters' before its first number is given.
     """
 
     def __init__(self, adapters: ArraySource, base: ArraySource):
@@ -80,13 +78,8 @@ class MergedSource(ArraySource):
         """The metadata of the run's step."""
         return self._adapters.meta()
 
-    def check(self, progress: CountBytes | None = None, names: Sequence[str] = ("",)) -> None:
-        """Checks the files of both, and that the base is the one that was trained over."""
-        self._adapters.check(progress, names)
-        self.base.check(progress, names)
-        self._require_same_base()
-
-    def _require_same_base(self) -> None:
+    def require_same_base(self) -> None:
+        """UserError if the base is not the one that was trained over; compares it once."""
         with self._lock:
             if not self._is_compared:
                 require_same_base(self.base, self.meta(), self.name)
@@ -124,7 +117,7 @@ class MergedSource(ArraySource):
         """One chunk, verified by the sources."""
         if array.name.startswith("balance."):
             return self._adapters.read_chunk(array, index)
-        self._require_same_base()
+        self.require_same_base()
         base_chunk = self._numbers.read_chunk(self._numbers.arrays[array.name], index)
         chunk = base_chunk.astype(np.float32)
         if f"{array.name}.a" in self.factors:

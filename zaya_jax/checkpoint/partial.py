@@ -15,7 +15,6 @@ from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.source import ArraySource, misfit
-from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
 
@@ -38,7 +37,6 @@ def read(
     if not chosen:
         names = ", ".join(sorted({name.split(".")[0] + ".*" for name in source.arrays}))
         raise UserError(f"no array of {source.name} is called {pattern!r}; it has {names}")
-    source.check(names=[array.folder for array in chosen])
     arrays = {}
     for array in chosen:
         converted = dtype if dtype and layout.is_real(array.dtype) else array.dtype
@@ -49,12 +47,9 @@ def read(
 
 
 def require_fit(source: ArraySource, wanted: Mapping[str, Any]) -> None:
-    """UserError if a run of these weights (by their names) cannot begin with a checkpoint's;
-    StorageError for damage."""
+    """UserError if a run of these weights (by their names) cannot begin with a checkpoint's."""
     stored = {name: x for name, x in source.arrays.items() if layout.is_weight(name)}
     if odd := misfit(stored, wanted, exact=True):
         raise UserError(
             f"{source.name} does not fit this model: {odd}; give a checkpoint of the same arrays"
         )
-    folders = [array.folder for array in stored.values()]
-    multihost.broadcast_from_zero("check of the first weights", lambda: source.check(names=folders))

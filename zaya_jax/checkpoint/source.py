@@ -1,8 +1,7 @@
 """Reads named arrays, chunk by chunk, wherever they lie.
 
 source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, one step's, "s3://bucket/run"
-source.check(names=["state/params."])        StorageError if one of these files is damaged
-source.read(("params", "head", "kernel"))    an array on the host
+source.read(("params", "head", "kernel"))    an array on the host; StorageError if a chunk is damaged
 source.fill(array, box, out)                 a part of one, without a copy of the rest
 source.restore(like, locations)              a tree of arrays on devices (`reading`)
 
@@ -18,7 +17,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.storage import FileError, for_each
-from zaya_jax.checkpoint.vault import CountBytes, StepName, Vault, vault_at
+from zaya_jax.checkpoint.vault import StepName, Vault, vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError, fields, shown
 
 
@@ -58,11 +57,6 @@ class ArraySource(abc.ABC):
     @abc.abstractmethod
     def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
         """One chunk, verified if that is possible."""
-
-    def check(  # noqa: B027  without checksums there is nothing to compare with
-        self, progress: CountBytes | None = None, names: Sequence[str] = ("",)
-    ) -> None:
-        """StorageError if files that begin with one of these names are damaged."""
 
     def meta(self) -> dict[str, Any]:
         """The metadata of the step (meta/data.json); as much as is known if there is none."""
@@ -151,25 +145,6 @@ class SealedSource(ArraySource):
             raise StorageError(
                 f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
             ) from None
-
-    def check(
-        self,
-        progress: CountBytes | None = None,
-        names: Sequence[str] = ("",),
-        files: Iterable[str] | None = None,
-    ) -> None:
-        """StorageError if files that begin with one of these names, or by which they are found, are
-        damaged; with `files`, if one of these is."""
-        if files is None:
-            wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
-            files = [name for name in self.files if name.startswith(wanted)]
-        sums = {name: self.files[name] for name in files}
-        damages = self._vault.check(self._step_name, sums, progress)
-        if damages:
-            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
-            raise StorageError(
-                f"{self.name} is damaged: {damages[0]}{more} (or its run has just deleted it)"
-            )
 
     def _read_json(self, name: str) -> dict[str, Any]:
         """A small file; StorageError if it is damaged."""

@@ -37,7 +37,7 @@ def to_peft(name: str, out: str | os.PathLike, publication: Publication = UNPUBL
     source = model.source
     if not isinstance(source, merged.MergedSource):
         raise UserError(f"{model.name} has no low-rank updates (run.lora); leave --adapters out")
-    model.check()
+    source.require_same_base()
     if source.biases_changed():
         raise UserError(
             f"{model.name} has moved the balancing biases, for which PEFT has no place; leave"

@@ -21,7 +21,6 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.source import SealedSource, misfit
-from zaya_jax.checkpoint.vault import my_files
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
 from zaya_jax.model import own_parts
@@ -90,7 +89,6 @@ class Parent:
             )
         changed = config.run.changed_source
         own_parts.require_same_source(config.model, meta, self._name, changed, say)
-        self._source.check(files=my_files(self._source.files))
         self._config = config_lib.check(meta["config"])
         before, after = config_lib.to_dict(self._config), config_lib.to_dict(config)
         self._changed = {
