@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ TOKEN = "hf_of_ann"
 
 
 class Hub:
-    """Its state: repositories by name, what was uploaded for them, and the calls that came."""
+    """Its state: repositories by name, and the calls that came."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.repositories: dict[str, dict] = {}  # name: {"private", "files": {path: content}}
-        self.uploads: dict[str, bytes] = {}  # by their sha256
         self.calls: list[str] = []
         self.fails = ""  # the calls with this text are refused
 
@@ -26,9 +24,6 @@ class Hub:
         self.calls.append(f"{method} {path}")
         if self.fails and self.fails in path:
             return 400, {"error": "the hub is in a bad mood"}
-        if method == "PUT":
-            self.uploads[path.rpartition("/")[2]] = body
-            return 200, {}
         if path == "/api/validate-yaml":
             errors = [] if "license: secret" not in body.decode() else [{"message": "no license"}]
             return (400 if errors else 200), {"errors": errors, "warnings": []}
@@ -54,39 +49,16 @@ class Hub:
     def _of_repository(self, found: dict, path: str, body: bytes) -> tuple[int, object]:
         files = found["files"]
         if path.endswith("/preupload/main"):
-            answers = []
-            for name in (file["path"] for file in json.loads(body)["files"]):
-                large, content = name.endswith(".safetensors"), files.get(name, b"")
-                hashed = hashlib.sha256(content)
-                if not large:
-                    hashed = hashlib.sha1(b"blob %d\0" % len(content) + content)
-                mode = "lfs" if large else "regular"
-                oid = hashed.hexdigest() if name in files else None
-                answers.append(
-                    {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
-                )
-            return 200, {"files": answers}
-        if path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            for one in objects:
-                if one["oid"] not in self.uploads:
-                    one["actions"] = {"upload": {"href": f"{self.address}/lfs/{one['oid']}"}}
-            return 200, {"transfer": "basic", "objects": objects}
+            about = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            return 200, {"files": [about | {"path": x["path"]} for x in json.loads(body)["files"]]}
         if path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
-                value = line["value"]
                 if line["key"] == "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    files[value["path"]] = self.uploads[value["oid"]]
+                    content = base64.b64decode(line["value"]["content"])
+                    files[line["value"]["path"]] = content
             return 200, {"commitUrl": f"{self.address}/{found['id']}/commit/1", "commitOid": "1"}
-        siblings = [{"rfilename": name} for name in files]
-        return 200, {
-            "id": found["id"],
-            "private": found["private"],
-            "siblings": siblings,
-            "sha": "1",
-        }
+        about = {name: found[name] for name in ("id", "private")}
+        return 200, about | {"siblings": [{"rfilename": name} for name in files], "sha": "1"}
 
 
 @contextlib.contextmanager
@@ -105,7 +77,7 @@ def serving() -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(sent)
 
-        do_GET = do_PUT = do_POST
+        do_GET = do_POST
 
         def log_message(self, *args: object) -> None:
             pass
