@@ -56,7 +56,7 @@ def arrays_table(seen: look.Summary) -> Table:
                 a.dtype,
                 byte_size(a.num_bytes),
                 shape(a.chunk),
-                str(seen.chunks[a.name]),
+                str(a.num_chunks),
             )
             for a in seen.arrays
             if a.name.split(".")[0] == part

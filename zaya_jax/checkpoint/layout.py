@@ -79,6 +79,11 @@ class StoredArray:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
+    def num_chunks(self) -> int:
+        """How many chunks it has."""
+        return sum(1 for _ in self.chunks_overlapping(full_box(self.shape)))
+
+    @property
     def folder(self) -> str:
         """Its folder in a checkpoint."""
         return f"{STATE}/{self.name}"
@@ -101,13 +106,9 @@ class StoredArray:
 
     @classmethod
     def from_json(cls, name: str, fields: dict[str, Any]) -> "StoredArray":
-        """The array of a zarr.json; ValueError for one that this package has not written."""
-        shape = tuple(fields["shape"])
-        chunk = tuple(fields["chunk_grid"]["configuration"]["chunk_shape"])
-        array = cls(name, shape, fields["data_type"], chunk)
-        if fields["codecs"] != array.to_json()["codecs"]:
-            raise ValueError(f"array {name} is stored in another way than this package does")
-        return array
+        """The array of a zarr.json of this package."""
+        chunk = fields["chunk_grid"]["configuration"]["chunk_shape"]
+        return cls(name, tuple(fields["shape"]), fields["data_type"], tuple(chunk))
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
@@ -135,11 +136,6 @@ def array_of_file(file: str) -> str:
     """The name of the array that one of its files belongs to; "" for other files."""
     folder, *rest = file.split("/")
     return rest[0] if folder == STATE and len(rest) > 1 else ""
-
-
-def is_chunk(file: str) -> bool:
-    """Whether a file is a chunk of an array."""
-    return bool(array_of_file(file)) and not file.endswith("/zarr.json")
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

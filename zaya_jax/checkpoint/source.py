@@ -159,11 +159,7 @@ class SealedSource(ArraySource):
         """All arrays by name; StorageError if their descriptions are damaged."""
 
         def describe(file: str) -> StoredArray:
-            fields = self._read_json(file)
-            try:
-                return StoredArray.from_json(layout.array_of_file(file), fields)
-            except (ValueError, KeyError, TypeError) as error:
-                raise StorageError(f"{self.name} cannot be read: {error}") from error
+            return StoredArray.from_json(layout.array_of_file(file), self._read_json(file))
 
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
         return {array.name: array for array in for_each(describe, described)}

@@ -132,23 +132,22 @@ class Vault:
         return json.loads(self.read_checked(step, META, self.read_seal(step).files))
 
     def verify(self, step: StepName, progress: CountBytes | None = None) -> list[Damage]:
-        """All damages of a step: changed, exchanged, truncated, missing and unlisted files."""
+        """All damages of a step in this process's share of its files: changed, exchanged, truncated,
+        missing, and in process 0 unlisted ones."""
         listed = self._seal_or_damage(step)
         if isinstance(listed, Damage):
             return [listed]
-        return self.check(step, listed.files, progress) + self._unlisted(step, listed)
+        sums = {name: listed.files[name] for name in my_files(listed.files)}
+        damages = self.check(step, sums, progress)
+        if multihost.is_writer():
+            names = self._differences(step, listed).unlisted
+            damages += [Damage(name, "not part of the checkpoint") for name in names]
+        return damages
 
     def verify_together(self, step: int, barrier: str) -> list[str]:
-        """All damages of a step, each file read by one process; all processes call this, under one
-        name for each thread, and get the same answer."""
-        listed = self._seal_or_damage(step)
-        if isinstance(listed, Damage):
-            damages = [listed]
-        else:
-            names = my_files(listed.files)
-            damages = self.check(step, {name: listed.files[name] for name in names})
-            if multihost.is_writer():
-                damages += self._unlisted(step, listed)
+        """All damages of a step; all processes call this, under one name for each thread, and get
+        the same answer."""
+        damages = self.verify(step)
         reports = multihost.gather_to_zero(barrier, [*map(str, damages[:100])]) or []
         return multihost.broadcast_from_zero(
             f"{barrier}: all", lambda: sorted({*itertools.chain(*reports)})
@@ -174,10 +173,6 @@ class Vault:
                 if damage:
                     damages.append(Damage(name, damage))
         return damages
-
-    def _unlisted(self, step: StepName, listed: Seal) -> list[Damage]:
-        names = self._differences(step, listed).unlisted
-        return [Damage(name, "not part of the checkpoint") for name in names]
 
     def has_copy_of(self, step: int, listed: Seal) -> bool:
         """Whether it has a copy of a step with this list, all files of the right size; their

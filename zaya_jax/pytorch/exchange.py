@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.run import claims, step_zero
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.checkpoint.vault import CountBytes
 from zaya_jax.config import Config, Model, UserError, shown
-from zaya_jax.model import own_parts, quantized, zaya
+from zaya_jax.model import own_parts, zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import any_model, card, compressed, hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
@@ -97,8 +97,6 @@ def to_hf(
 ) -> Path:
     """Writes any model as a model directory that transformers' `zaya` loads, or leaves nothing
     behind; `quantize` stores the experts in this form of `quantized`."""
-    if quantize not in (None, *quantized.FORMATS):
-        raise UserError(f"quantize={shown(quantize)} is not one of {', '.join(quantized.FORMATS)}")
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
     if not 0 < shard_gb < math.inf:

@@ -288,8 +288,5 @@ def _add_end(ends: int | list[int] | None, end: int) -> list[int]:
 
 def natural(name: str) -> list:
     """Sort key that puts layer 10 after layer 9."""
-    # Numbers are compared by their digits: int() takes at most 4,300.
     parts = re.split(r"([0-9]+)", name)
-    return [
-        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)
-    ]
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)]

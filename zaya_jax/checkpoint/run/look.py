@@ -2,7 +2,7 @@
 may be writing."""
 
 import dataclasses
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ class Summary:
     meta: dict[str, Any]
     num_bytes: int  # on the disk
     arrays: list[layout.StoredArray]
-    chunks: Counter[str]  # by array
     saved: float  # unix seconds of its completion
 
     def part_bytes(self) -> dict[str, int]:
@@ -48,7 +47,6 @@ def summarise(workdir: str | Path, step: int | None) -> Summary:
         meta=source.meta(),
         num_bytes=sum(entry[0] for entry in source.files.values()),
         arrays=list(source.arrays.values()),
-        chunks=Counter(layout.array_of_file(f) for f in source.files if layout.is_chunk(f)),
         saved=marker.stat().st_mtime,
     )
 
