@@ -169,10 +169,10 @@ def table_rows(case: str | Path, name: str) -> dict[str, tuple[str, bool]]:
     """How our table trains each weight, by its PyTorch name: (method, whether it is decayed)."""
     settings = settings_for(case, name)
     optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model))
-    path = lambda row, layer: "/".join(row.path if layer is None else ("layers", *row.path))  # noqa: E731
     named = [
-        (key, optimizer.rules[path(row, layer)])
-        for key, row, layer in hf_names.all_rows(settings.model)
+        (key, optimizer.rules[row.array.removeprefix("params.").replace(".", "/")])
+        for key, row, _ in hf_names.all_tensors(settings.model)
+        if row.array.startswith("params.")
     ]
     return {key: (row.method, row.decay) for key, row in named}
 

@@ -240,7 +240,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     ]
     assert kinds == ["save", "copy"] * 2
     # Its address is read as a workdir is.
-    assert SealedSource(place.url, 5).read(["params", "w"]).shape == (1000,)
+    assert SealedSource(place.url, 5).read("params.w").shape == (1000,)
     # Another machine, and an empty folder.
     messages = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)

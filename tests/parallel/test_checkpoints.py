@@ -114,9 +114,9 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
     for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)
     reader = SealedSource(store.root.parent, 2)  # what to_hf reads with
-    path = ("params", "layers", "experts", "gate_up")
     np.testing.assert_array_equal(
-        reader.read(path, 1), logical["params"]["layers"]["experts"]["gate_up"][1]
+        reader.read("params.layers.experts.gate_up", 1),
+        logical["params"]["layers"]["experts"]["gate_up"][1],
     )
     again = there.train(range(2, 2 + steps))
     if source == target:

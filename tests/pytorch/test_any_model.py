@@ -187,7 +187,11 @@ TENSORS = {
         lambda t, name=name, bad=bad: t[name].reshape(-1).__setitem__(0, bad),
         rf"{name} has 1 of [\d,]+ numbers that are not finite",
     )
-    for name, bad in ((NORM, np.nan), (names.EMBEDDING, np.inf), (names.balance_name(0), -np.inf))
+    for name, bad in (
+        (NORM, np.nan),
+        (names.EMBEDDING, np.inf),
+        (names.LAYER.format(0) + names.BALANCE, -np.inf),
+    )
 }
 
 

@@ -299,7 +299,7 @@ def test_a_published_base_keeps_its_codes(untrained, tmp_path):
         decoded = few_bits.FewBits(source, form, decoded=True)
         for name, axis in quantized.INPUT_AXES.items():
             codes, scale = few_bits.FewBits(source, form).of_layer(name, 1)
-            path = ("params", "layers", *name.split("/"))
+            path = f"params.layers.{name.replace('/', '.')}"
             numbers = quantized.decode(codes, scale, axis)
             np.testing.assert_array_equal(numbers, source.read(path, 1))
             np.testing.assert_array_equal(decoded.read(path, 1), source.read(path, 1))

@@ -72,7 +72,7 @@ class FewBits(ArraySource):
         if stored := self._base.stored_codes(self._form, weight, layer):
             return stored
         with self._lock:  # a source remembers one chunk
-            x = self._base.read(("params", "layers", *weight.split("/")), layer)
+            x = self._base.read(_names(weight)[0], layer)
         return quantized.encode(x, self._form, self._axes[weight])
 
 

@@ -203,13 +203,13 @@ def _source(directory: Any) -> SealedSource:
 
 def _load(source: SealedSource, like: Any) -> Any:
     if like is None:
-        return trees.nested({name: source.read([name]) for name in source.arrays})
+        return trees.nested({name: source.read(name) for name in source.arrays})
     wanted = trees.flat(like)
     placed = {name: x for name, x in wanted.items() if getattr(x, "sharding", None) is not None}
     on_host = wanted.keys() - placed.keys()
     leaves = source.restore(placed)
     for name in on_host:
-        x = source.read([name])
+        x = source.read(name)
         shape = getattr(wanted[name], "shape", None)
         if shape not in (None, x.shape):
             raise StorageError(

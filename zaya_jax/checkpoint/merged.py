@@ -38,7 +38,7 @@ def weights_fingerprint(base: ArraySource) -> str:
         # in memory, a layer of the large ones
         by_layer = layout.is_stored_by_layer(name, array.shape)
         for index in range(array.shape[0]) if by_layer else [None]:
-            numbers = base.read(name.split("."), index).astype(np.float32, copy=False)
+            numbers = base.read(name, index).astype(np.float32, copy=False)
             digest.update(crc32c(np.ascontiguousarray(numbers)).to_bytes(4, "little"))
     return digest.hexdigest()
 
@@ -94,12 +94,13 @@ class MergedSource(ArraySource):
     def factors(self) -> dict[str, np.ndarray]:
         """The adapters, which are small: NAME.a and NAME.b for each array NAME."""
         names = [name for name in self._adapters.arrays if name.startswith("params.")]
-        return {name: self._adapters.read(name.split(".")) for name in names}
+        return {name: self._adapters.read(name) for name in names}
 
     def biases_changed(self) -> bool:
         """Whether the balancing biases are others than the base's."""
-        bias = ("balance", "bias")
-        return not np.array_equal(self._adapters.read(bias), self.base.read(bias))
+        return not np.array_equal(
+            self._adapters.read("balance.bias"), self.base.read("balance.bias")
+        )
 
     @functools.cached_property
     def arrays(self) -> dict[str, StoredArray]:

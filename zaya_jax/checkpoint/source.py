@@ -1,7 +1,7 @@
 """Reads named arrays, chunk by chunk, wherever they lie.
 
 source = open_source("runs/tiny@300")        (`orbax_source`) a run's folder, one step's, "s3://bucket/run"
-source.read(("params", "head", "kernel"))    an array on the host; StorageError if a chunk is damaged
+source.read("params.final_norm.scale")      an array on the host; StorageError if a chunk is damaged
 source.fill(array, box, out)                 a part of one, without a copy of the rest
 source.restore(like, locations)              a tree of arrays on devices (`reading`)
 
@@ -69,10 +69,9 @@ class ArraySource(abc.ABC):
             return model_at(config_lib.check(self.meta()["config"]), self.step)
         return None
 
-    def read(self, path: Sequence[str], index: int | None = None) -> np.ndarray:
+    def read(self, name: str, index: int | None = None) -> np.ndarray:
         """An array, or its entry at `index` of the first dimension; UserError if there is no such
         array."""
-        name = ".".join(path)
         if name not in self.arrays:
             raise UserError(f"{self.name} has no array {name}{fields.nearest(name, self.arrays)}")
         array = self.arrays[name]

@@ -24,8 +24,8 @@ from zaya_jax.training.workdir import write_json
 
 # What PEFT calls the parameters that it wraps without a module of their own.
 PEFT_NAMES = {
-    "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
-    "mlp.experts.down_proj": "mlp.experts",
+    "params.layers.experts.gate_up": f"{names.LAYER}mlp.experts.base_layer",
+    "params.layers.experts.down": f"{names.LAYER}mlp.experts",
 }
 
 
@@ -67,25 +67,25 @@ def to_peft(name: str, out: str | os.PathLike, publication: Publication = UNPUBL
 
 
 def _rows(model: Model) -> list[names.TensorRow]:
+    parts = ("params.layers.cca.", "params.layers.experts.")
     return [
         row
-        for row in names.layer_rows(model)
-        if row.layout in ("matrix", "pair") and row.path[0] in ("cca", "experts")
+        for row in names.all_rows(model)
+        if row.layout in ("matrix", "pair") and row.array.startswith(parts)
     ]
 
 
 def _tensors(model: Model, factors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     tensors = {}
     for row in _rows(model):
-        path = f"params.layers.{'.'.join(row.path)}"
-        peft_name = PEFT_NAMES.get(row.name, row.name.removesuffix(".weight"))
+        peft_name = PEFT_NAMES.get(row.array, row.name.removesuffix(".weight"))
         for layer in range(model.num_hidden_layers):
-            a = factors[f"{path}.a"][layer]
-            b = factors[f"{path}.b"][layer]
+            a = factors[f"{row.array}.a"][layer]
+            b = factors[f"{row.array}.b"][layer]
             if a.ndim == 3:  # of experts, side by side
                 a = a.swapaxes(0, 1).reshape(a.shape[1], -1)
                 b = b.swapaxes(0, 1).reshape(-1, b.shape[2])
-            prefix = f"base_model.model.model.layers.{layer}.{peft_name}"
+            prefix = f"base_model.model.{peft_name.format(layer)}"
             tensors[f"{prefix}.lora_A.weight"] = a.T
             tensors[f"{prefix}.lora_B.weight"] = b.T
     return dict(sorted(tensors.items(), key=lambda item: names.natural(item[0])))
@@ -93,6 +93,7 @@ def _tensors(model: Model, factors: dict[str, np.ndarray]) -> dict[str, np.ndarr
 
 def _config(model: Model, rank: int, base: str) -> dict:
     rows = _rows(model)
+    parameters = [row for row in rows if row.array in PEFT_NAMES]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -103,6 +104,6 @@ def _config(model: Model, rank: int, base: str) -> dict:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [row.name.split(".")[-2] for row in rows if row.name not in PEFT_NAMES],
-        "target_parameters": [row.name for row in rows if row.name in PEFT_NAMES],
+        "target_modules": [row.name.split(".")[-2] for row in rows if row not in parameters],
+        "target_parameters": [row.name.removeprefix(names.LAYER) for row in parameters],
     }

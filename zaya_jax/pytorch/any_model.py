@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import trees
@@ -27,8 +26,7 @@ from zaya_jax.checkpoint.merged import MergedSource
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Config, Model, UserError, fields, files, first_line
-from zaya_jax.model import zaya
-from zaya_jax.pytorch import hf, hub, tokenizer_files
+from zaya_jax.pytorch import hf, hf_names, hub, tokenizer_files
 from zaya_jax.text import tokenizers
 from zaya_jax.training.workdir import check_same, read_config
 
@@ -91,15 +89,7 @@ class AnyModel:
         """(parameters, balancing biases): on the first device, or by `shardings`, a tree of
         {"params", "balance"}, where each device reads its own parts.
         """
-        model = self.model
-        wanted = {
-            "params": zaya.abstract(model),
-            "balance": {
-                "bias": jax.ShapeDtypeStruct(
-                    (model.num_hidden_layers, model.num_experts + 1), np.float32
-                )
-            },
-        }
+        wanted = hf_names.abstract(self.model)
         if shardings is None:
             first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             shardings = jax.tree.map(lambda _: first, wanted)
@@ -114,7 +104,7 @@ class AnyModel:
 
     def check(self) -> None:
         """UserError if the weights have other shapes than the config says."""
-        wanted = trees.flat({"params": zaya.abstract(self.model)})
+        wanted = trees.flat(hf_names.abstract(self.model))
         if odd := sources.misfit(self.source.arrays, wanted):
             raise UserError(f"{self.name}: its weights are not those of its config: {odd}")
 

@@ -186,7 +186,7 @@ def _reader(
 ) -> Callable[[str], np.ndarray]:
     """The function that reads a tensor by its name; those with a place are codes or scales of
     `encoded`."""
-    rows = {name: (row, layer) for name, row, layer in names.all_rows(model.model)}
+    rows = {name: (row, layer) for name, row, layer in names.all_tensors(model.model)}
     rows[names.HEAD] = rows[names.EMBEDDING]
     total = sum(map(tensor_files.num_bytes, specs.values()))
     done = 0
@@ -195,22 +195,19 @@ def _reader(
     def codes_and_scale(fused: str) -> list[np.ndarray]:
         row, layer = rows[fused]
         assert layer is not None
-        return [row.to_torch(x) for x in encoded.of_layer("/".join(row.path), layer)]
+        weight = row.array.removeprefix("params.layers.").replace(".", "/")
+        return [row.to_torch(x) for x in encoded.of_layer(weight, layer)]
 
     def tensor(name: str) -> np.ndarray:
         nonlocal done
         done += tensor_files.num_bytes(specs[name])
         if progress:
             progress(done, total)
-        if name.endswith(names.BALANCE):
-            layer = int(name.removeprefix("model.layers.").split(".")[0])
-            return model.source.read(("balance", "bias"), layer)
         if name in places:
             fused, part, expert, rows_of_expert = places[name]
             return codes_and_scale(fused)[part][expert, rows_of_expert]
         row, row_layer = rows[name]
-        path = row.path if row_layer is None else ("layers", *row.path)
-        numbers = row.to_torch(model.source.read(("params", *path), row_layer))
+        numbers = row.to_torch(model.source.read(row.array, row_layer))
         return numbers.astype(specs[name].dtype)
 
     return tensor

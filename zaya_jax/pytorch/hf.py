@@ -13,7 +13,7 @@ from zaya_jax import trees
 from zaya_jax.checkpoint.layout import StoredArray
 from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Model, UserError, files
-from zaya_jax.model import quantized, zaya
+from zaya_jax.model import quantized
 from zaya_jax.pytorch import compressed, experts, older, tensor_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch.tensor_files import Tensor
@@ -123,12 +123,11 @@ class Directory(ArraySource):
         this form."""
         if not self._is_quantized:
             return None
-        path = tuple(name.split("/"))
-        row = next(row for row in names.layer_rows(self.model) if row.path == path)
-        stored = f"model.layers.{layer}.{row.name}"
+        array = self.arrays[f"params.layers.{name.replace('/', '.')}"]
+        row = self._rows[array.name]
+        stored = row.name.format(layer)
         parts = [tensors[stored].read() for tensors in self._codes_and_scales]
-        shape = names.leaf_of_row(zaya.abstract(self.model), path, layer).shape[1:]
-        wanted = quantized.abstract(shape, form, quantized.INPUT_AXES[name])
+        wanted = quantized.abstract(array.shape[1:], form, quantized.INPUT_AXES[name])
         if [x.dtype for x in parts] != [x.dtype for x in wanted]:
             return None
         codes, scale = (
@@ -143,41 +142,34 @@ class Directory(ArraySource):
     @functools.cached_property
     def arrays(self) -> dict[str, StoredArray]:
         """The parameters and balancing biases under our names, float32, a layer in each chunk."""
-        parameters = trees.flat(zaya.abstract(self.model))
-        shapes = {f"params.{name}": x.shape for name, x in parameters.items()}
-        shapes["balance.bias"] = (self.model.num_hidden_layers, self.model.num_experts + 1)
+        shapes = trees.flat(names.abstract(self.model))
         arrays = {}
-        for name, shape in shapes.items():
-            is_layered = name.split(".")[1] in ("layers", "bias")
-            chunk = (1, *shape[1:]) if is_layered else shape
+        for name, row in self._rows.items():
+            shape = shapes[name].shape
+            chunk = (1, *shape[1:]) if row.is_stacked else shape
             arrays[name] = StoredArray(name, shape, "float32", chunk)
         return arrays
 
+    @functools.cached_property
+    def _rows(self) -> dict[str, names.TensorRow]:
+        return {row.array: row for row in names.all_rows(self.model)}
+
     def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
         """A layer's part of an array, or a whole one outside of the layers."""
-        path = tuple(array.name.split(".")[1:])
-        layer = index[0]
-        if path == ("bias",):
-            x = self.tensor(names.balance_name(layer))
-        elif path == ("layers", "router", "eda") and layer == 0:
-            x = np.ones(array.shape[1:], np.float32)  # layer 0 has no EDA scale
-        elif path[0] == "layers":
-            row = next(row for row in names.layer_rows(self.model) if row.path == path[1:])
-            x = row.from_torch(self.tensor(f"model.layers.{layer}.{row.name}"), array.shape[1:])
-        else:
-            row = next(row for row in names.top_rows(self.model) if row.path == path)
-            x = row.from_torch(self.tensor(row.name), array.shape)
+        row, number = self._rows[array.name], index[0]
+        if row.array == names.EDA and number == 0:
+            return np.ones(array.chunk, np.float32)
+        shape = array.shape[1:] if row.is_stacked else array.shape
+        x = row.from_torch(self.tensor(row.name.format(number)), shape)
         return x.reshape(array.chunk).astype(np.float32, copy=False)
 
 
 def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape in their layout."""
-    shapes = zaya.abstract(model)
+    shapes = trees.flat(names.abstract(model))
     out = {}
-    for name, row, layer in names.all_rows(model):
-        shape = names.leaf_of_row(shapes, row.path, layer).shape
+    for name, row, layer in names.all_tensors(model):
+        shape = shapes[row.array].shape
         like = np.broadcast_to(np.float32(0), shape if layer is None else shape[1:])
         out[name] = row.to_torch(like).shape
-    for layer in range(model.num_hidden_layers):
-        out[names.balance_name(layer)] = (model.num_experts + 1,)
     return out

@@ -10,23 +10,32 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, fields, shown, to_dict
+from zaya_jax.model import zaya
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # tied: some files repeat the embedding under this name
 BALANCE = "mlp.gate.balancing_biases"
+EDA = "params.layers.router.eda"  # of layer 0 there is none in theirs
+LAYER = "model.layers.{}."  # before their names of a layer's tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor: our path, their name (inside a layer for stacked ones), and the change of layout
-    between them."""
+    """One tensor, or one of each layer: our array, their name (with "{}" for the layer's number),
+    and the change of layout between them."""
 
-    path: tuple[str, ...]
+    array: str
     name: str
     layout: str = "same"  # same | matrix | pair | depthwise | grouped
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether our array has all layers."""
+        return "{}" in self.name
 
     def to_torch(self, x: np.ndarray) -> np.ndarray:
         """One of our (un-stacked) arrays in their layout."""
@@ -56,86 +65,83 @@ class TensorRow:
 
 
 def _linear(path: str, name: str, bias: bool) -> list[TensorRow]:
-    rows = [TensorRow((*path.split("/"), "kernel"), f"{name}.weight", "matrix")]
+    rows = [TensorRow(f"{path}.kernel", f"{name}.weight", "matrix")]
     if bias:
-        rows.append(TensorRow((*path.split("/"), "bias"), f"{name}.bias"))
+        rows.append(TensorRow(f"{path}.bias", f"{name}.bias"))
     return rows
 
 
 def _join(path: str, name: str) -> list[TensorRow]:
     theirs = {"y": "hidden_states", "h": "residual"}
     return [
-        TensorRow((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}")
+        TensorRow(f"{path}.{a}_{b}", f"{name}.{theirs[a]}_{b}")
         for a in "yh"
         for b in ("scale", "bias")
     ]
 
 
-def layer_rows(model: Model) -> list[TensorRow]:
-    """The rows of one layer (paths below `layers`, names below `model.layers.I`)."""
+def _layer_rows(model: Model) -> list[TensorRow]:
+    """The parameters of a layer (arrays below `params.layers`, names below `model.layers.I`)."""
     qkv, gate = "self_attn.qkv_proj", "mlp.gate"
     b = model.attention_bias
     return [
-        TensorRow(("attn_norm", "scale"), "input_layernorm.weight"),
-        *_linear("cca/q", f"{qkv}.q_proj", b),
-        *_linear("cca/k", f"{qkv}.k_proj", b),
-        *_linear("cca/v_now", f"{qkv}.v_proj_current", b),
-        *_linear("cca/v_prev", f"{qkv}.v_proj_delayed", b),
-        *_linear("cca/o", "self_attn.o_proj", b),
-        TensorRow(
-            ("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"
-        ),
-        TensorRow(("cca", "conv_depthwise", "bias"), f"{qkv}.conv_qk_depthwise.bias"),
-        TensorRow(("cca", "conv_grouped", "kernel"), f"{qkv}.conv_qk_grouped.weight", "grouped"),
-        TensorRow(("cca", "conv_grouped", "bias"), f"{qkv}.conv_qk_grouped.bias"),
-        TensorRow(("cca", "temperature"), "self_attn.qk_norm.temp"),
+        TensorRow("attn_norm.scale", "input_layernorm.weight"),
+        *_linear("cca.q", f"{qkv}.q_proj", b),
+        *_linear("cca.k", f"{qkv}.k_proj", b),
+        *_linear("cca.v_now", f"{qkv}.v_proj_current", b),
+        *_linear("cca.v_prev", f"{qkv}.v_proj_delayed", b),
+        *_linear("cca.o", "self_attn.o_proj", b),
+        TensorRow("cca.conv_depthwise.kernel", f"{qkv}.conv_qk_depthwise.weight", "depthwise"),
+        TensorRow("cca.conv_depthwise.bias", f"{qkv}.conv_qk_depthwise.bias"),
+        TensorRow("cca.conv_grouped.kernel", f"{qkv}.conv_qk_grouped.weight", "grouped"),
+        TensorRow("cca.conv_grouped.bias", f"{qkv}.conv_qk_grouped.bias"),
+        TensorRow("cca.temperature", "self_attn.qk_norm.temp"),
         *_join("attn_join", "post_attention_residual_scale"),
-        TensorRow(("moe_norm", "scale"), "post_attention_layernorm.weight"),
-        *_linear("router/down", f"{gate}.down_proj", True),
-        TensorRow(("router", "eda"), f"{gate}.router_states_scale"),
-        TensorRow(("router", "norm", "scale"), f"{gate}.router_mlp.norm.weight"),
-        *_linear("router/fc1", f"{gate}.router_mlp.fc1", True),
-        *_linear("router/fc2", f"{gate}.router_mlp.fc2", True),
-        *_linear("router/out", f"{gate}.router_mlp.out_proj", False),
-        TensorRow(("experts", "gate_up"), "mlp.experts.gate_up_proj", "pair"),
-        TensorRow(("experts", "down"), "mlp.experts.down_proj", "matrix"),
+        TensorRow("moe_norm.scale", "post_attention_layernorm.weight"),
+        *_linear("router.down", f"{gate}.down_proj", True),
+        TensorRow("router.eda", f"{gate}.router_states_scale"),
+        TensorRow("router.norm.scale", f"{gate}.router_mlp.norm.weight"),
+        *_linear("router.fc1", f"{gate}.router_mlp.fc1", True),
+        *_linear("router.fc2", f"{gate}.router_mlp.fc2", True),
+        *_linear("router.out", f"{gate}.router_mlp.out_proj", False),
+        TensorRow("experts.gate_up", "mlp.experts.gate_up_proj", "pair"),
+        TensorRow("experts.down", "mlp.experts.down_proj", "matrix"),
         *_join("moe_join", "post_mlp_residual_scale"),
     ]
 
 
-def top_rows(model: Model) -> list[TensorRow]:
-    """The rows outside the layers. The tied head's matrix appears once, as the embedding."""
+def all_rows(model: Model) -> list[TensorRow]:
+    """The rows of all arrays. The tied head's matrix appears once, as the embedding."""
     rows = [
-        TensorRow(("embed", "embedding"), EMBEDDING),
-        TensorRow(("embed", "bias"), "model.input_hidden_states_bias"),
-        TensorRow(("embed", "scale"), "model.input_hidden_states_scale"),
-        TensorRow(("final_norm", "scale"), "model.norm.weight"),
+        TensorRow("params.embed.embedding", EMBEDDING),
+        TensorRow("params.embed.bias", "model.input_hidden_states_bias"),
+        TensorRow("params.embed.scale", "model.input_hidden_states_scale"),
+        TensorRow("params.final_norm.scale", "model.norm.weight"),
     ]
     if model.lm_head_bias:
-        rows.append(TensorRow(("head", "bias"), "lm_head.bias"))
-    return rows
+        rows.append(TensorRow("params.head.bias", "lm_head.bias"))
+    rows += [
+        TensorRow(f"params.layers.{row.array}", f"{LAYER}{row.name}", row.layout)
+        for row in _layer_rows(model)
+    ]
+    return [*rows, TensorRow("balance.bias", f"{LAYER}{BALANCE}")]
 
 
-def all_rows(model: Model) -> Iterator[tuple[str, TensorRow, int | None]]:
-    """(their full name, row, layer or None) of every parameter tensor; layer 0 has no EDA scale."""
-    for row in top_rows(model):
-        yield row.name, row, None
-    for layer in range(model.num_hidden_layers):
-        for row in layer_rows(model):
-            if not (layer == 0 and row.path == ("router", "eda")):
-                yield f"model.layers.{layer}.{row.name}", row, layer
+def all_tensors(model: Model) -> Iterator[tuple[str, TensorRow, int | None]]:
+    """(their full name, row, layer or None) of every tensor."""
+    for row in all_rows(model):
+        if not row.is_stacked:
+            yield row.name, row, None
+            continue
+        for layer in range(model.num_hidden_layers):
+            if layer or row.array != EDA:
+                yield row.name.format(layer), row, layer
 
 
-def balance_name(layer: int) -> str:
-    """Their name of a layer's balancing biases."""
-    return f"model.layers.{layer}.{BALANCE}"
-
-
-def leaf_of_row(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
-    """The leaf of a row (below `layers` when it belongs to one; not yet indexed by the layer)."""
-    for key in path if layer is None else ("layers", *path):
-        tree = tree[key]
-    return tree
+def abstract(model: Model) -> dict[str, Any]:
+    """The arrays of all rows, as a tree of ShapeDtypeStructs."""
+    bias = jax.eval_shape(lambda: zaya.init_balance(model))
+    return {"params": zaya.abstract(model), "balance": {"bias": bias}}
 
 
 # Keys of transformers' ZayaConfig that our Model has too.
