@@ -219,15 +219,11 @@ class Vault:
             folders.sync_folders(self.storage.folder / str(step), listed)
         self.storage.put(f"{step}/{MARKER}", listed.to_bytes())
 
-    def reopen(self, step: int) -> None:
-        """Makes a step incomplete that is to be written again."""
+    def remove(self, step: int) -> None:
+        """Deletes a step, its list first, so that half a step never counts."""
         # One after the other: a kill between them must not leave our list without Orbax's marker.
         self._delete(step, [MARKER])
         self._delete(step, [COMMITTED])
-
-    def remove(self, step: int) -> None:
-        """Deletes a step, its list first, so that half a step never counts."""
-        self.reopen(step)
         self.storage.delete_below(str(step))
 
     def _delete(self, step: int, names: list[str]) -> None:

@@ -12,13 +12,12 @@ copied one at a time, the newest first; where the place does not answer, all tha
 
 import concurrent.futures
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import folders
-from zaya_jax.checkpoint.run import claims, retention, timings
+from zaya_jax.checkpoint.run import claims, retention
 from zaya_jax.checkpoint.run.retention import Decisions
 from zaya_jax.checkpoint.seal import RUN, Seal
 from zaya_jax.checkpoint.storage import FileError, Unreachable
@@ -114,7 +113,7 @@ class Durable:
         step = multihost.broadcast_from_zero("copy", self._choose)
         if step is None:
             return
-        error = self._send(step, time.time())
+        error = self._send(step)
         self._copying = None
         self._failed.pop(step, None)
         if error:
@@ -123,8 +122,9 @@ class Durable:
                 f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
             )
             if self.vault.storage.failing_since:
-                self._failed |= dict.fromkeys(self._waiting, error)
-                self._waiting.clear()
+                waiting = set(self._waiting)  # to which another thread may be adding a step
+                self._failed |= dict.fromkeys(waiting, error)
+                self._waiting -= waiting
 
     def _choose(self) -> int | None:
         """The newest step that waits."""
@@ -140,12 +140,12 @@ class Durable:
 
     def _missing(self) -> list[int]:
         """Steps here whose copies have failed or were not made."""
-        return multihost.broadcast_from_zero(
-            "missing", lambda: [s for s in folders.numbered(self._root) if s in self._uncopied()]
-        )
 
-    def _uncopied(self) -> set[int]:
-        return {*self._failed, *self._waiting}
+        def compare() -> list[int]:
+            uncopied = {*self._failed, *self._waiting}
+            return [step for step in folders.numbered(self._root) if step in uncopied]
+
+        return multihost.broadcast_from_zero("missing", compare)
 
     def _listed(self, step: int) -> Seal:
         """A step's list; that of its copy, if the one here is damaged."""
@@ -179,13 +179,12 @@ class Durable:
             if self.vault.has_copy_of(step, listed):
                 return ["skip", None]
             return ["replace" if self.vault.is_complete(step) else "send", None]
-        except StorageError as failure:
+        except (StorageError, UserError) as failure:
             return ["skip", reason(failure)]
 
-    def _send(self, step: int, begun: float) -> str | None:
+    def _send(self, step: int) -> str | None:
         """Copies a step, unless it is there already or was deleted here meanwhile; returns an
         error, if any."""
-        clock = time.perf_counter()
         action, error = multihost.broadcast_from_zero("send", lambda: self._decide(step))
         if action == "skip":
             return error
@@ -193,24 +192,16 @@ class Durable:
             damages = self._here.verify_together(step, "before a copy is replaced")
             if damages:
                 return f"{self._root / str(step)} is damaged: {damages[0]}"
-            # From before the first of its files is written anew it is no complete copy any more.
-            reopen = lambda _: self.vault.reopen(step)  # noqa: E731
-            if error := run_in_all_then_zero("reopen", lambda: None, reopen):
+            remove = lambda _: self.vault.remove(step)  # noqa: E731
+            if error := run_in_all_then_zero("replaced", lambda: None, remove):
                 return error
 
-        def send_files() -> list:
-            sums = self._here.read_seal(step).files
-            names = my_files(sums)
+        def send_files() -> None:
+            names = my_files(self._here.read_seal(step).files)
             self._here.copy(step, names, self.vault)
-            seconds = {"write": time.perf_counter() - clock}
-            return [seconds, sum(sums[name][0] for name in names)]
 
-        def complete(results: list) -> None:
-            clock = time.perf_counter()
+        def complete(_: list) -> None:
             self.vault.complete(step, self._here.read_seal(step))
-            commit = {"commit": time.perf_counter() - clock}
-            parts = [(seconds | commit, size) for seconds, size in results]
-            timings.record(self._root.parent, "copy", step, begun, parts)
 
         error = run_in_all_then_zero("copy sent", send_files, complete)
         if not error and multihost.is_writer():

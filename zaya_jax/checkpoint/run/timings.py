@@ -1,4 +1,4 @@
-"""Records and reads how long saves, loads and copies of checkpoints took, in
+"""Records and reads how long saves and loads of checkpoints took, in
 checkpoint_times.jsonl.
 
 The file may be long (1,024 processes write as many lines a save), is read while a run writes, and
@@ -40,7 +40,7 @@ def record(workdir: Path, kind: str, step: int, begun: float, parts: Iterable) -
 
 @dataclasses.dataclass
 class StepTiming:
-    """A save, load or copy of a step: each process's bytes, and by stage each process's seconds."""
+    """A save or load of a step: each process's bytes, and by stage each process's seconds."""
 
     step: int
     time: float  # when it began
@@ -68,7 +68,7 @@ class StepTiming:
 
 
 def read_timings(workdir: Path) -> dict[str, dict[int, StepTiming]]:
-    """The newest record of each kind (save, load, copy) and step: a resumed run may have saved a
+    """The newest record of each kind (save, load) and step: a resumed run may have saved a
     step again."""
     timings: dict[str, dict[int, StepTiming]] = defaultdict(dict)
     with contextlib.suppress(OSError), (workdir / TIMES).open("rb", 1 << 20) as file:
