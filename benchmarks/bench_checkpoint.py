@@ -3,8 +3,8 @@
     python benchmarks/bench_checkpoint.py stall [--gb=2] [--folder=DIR]     one process
     python benchmarks/bench_checkpoint.py model [--model=1M|100M|1B] [--folder=DIR]
 
-`stall` compares with one copy of the state into memory that was touched before, with saving while
-the step waits, and with Orbax's own asynchronous save. `model` saves and loads the state of a whole
+`stall` compares with one copy of the state into memory that was touched before, and with saving while
+the step waits. `model` saves and loads the state of a whole
 model on one device, as the training does, each in a process of its own: seconds, files and peak
 memory. Prints Markdown; timings in one run, in turns.
 """
@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from orbax.checkpoint import v1 as ocp
 
 from zaya_jax import config
 from zaya_jax.checkpoint import boxes, layout, writing
@@ -140,14 +139,6 @@ def stall(args: argparse.Namespace) -> None:
         seconds, _ = timed(lambda: (begin(step), checkpoints.wait()))  # noqa: B023
         syncs.append(seconds)
     checkpoints.close()
-    del checkpoints, touched
-    shutil.rmtree(folder / "run")
-    orbax = []
-    for step in range(3):
-        begun = time.perf_counter()
-        response = ocp.save_checkpointables_async(folder / f"orbax{step}", {"state": state})
-        orbax.append((time.perf_counter() - begun, timed(response.result)[0]))
-        shutil.rmtree(folder / f"orbax{step}")
     shutil.rmtree(folder)
     copy_time, hold = statistics.median(copies), statistics.median(holds[1:])
     print(
@@ -161,8 +152,6 @@ def stall(args: argparse.Namespace) -> None:
         ("the step waits, from the second save on", hold),
         ("whole save, during the training", statistics.median(saves[1:])),
         ("the step waits until all is committed (synchronous)", statistics.median(syncs)),
-        ("Orbax's own asynchronous save: the step waits", statistics.median(o[0] for o in orbax)),
-        ("Orbax's own asynchronous save: whole", statistics.median(sum(o) for o in orbax)),
         ("the disk: one file of that size, fsynced", statistics.median(disks)),
     ]
     for name, seconds in rows:
