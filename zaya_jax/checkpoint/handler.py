@@ -131,10 +131,6 @@ def _snapshot(tree: Any) -> _Snapshot:
             if x.dtype.kind in "OSU":
                 raise UserError(f"{name} is neither an array nor a number")
             copies[name] = {first: x}
-        if not x.size:
-            raise UserError(
-                f"{name} has the shape {list(x.shape)}, so no numbers; leave it out of the state"
-            )
         like[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return boxes.of_tree(like), copies
 
