@@ -39,14 +39,10 @@ class Directory(ArraySource):
         if quantization:
             self.warning = compressed.check(quantization, str(where))
         self._is_older = older.is_older(self.config)
+        self._tensors = self._tensors_of("numbers")
         if self._is_older:
-            self._tensors = self._tensors_of("numbers")
             self.config = older.config_of(self.config, self._tensors, str(where))
-            self.model = names.model_from_json(self.config, str(where))
-        else:
-            # First the config: an error there says more than one about its files.
-            self.model = names.model_from_json(self.config, str(where))
-            self._tensors = self._tensors_of("numbers")
+        self.model = names.model_from_json(self.config, str(where))
         self._check()
 
     def _tensors_of(self, part: str) -> dict[str, Tensor]:
