@@ -33,8 +33,6 @@ DARK = (
     " storage."
 )
 TYPICAL = 3  # times the median: where a scale may end although there is worse
-SLOW = 1.5  # times the others' median: a process that is named as slow
-FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
 
 
 def checkpoints_document(workdir: Path) -> Page:
@@ -64,8 +62,7 @@ def checkpoints_document(workdir: Path) -> Page:
         "",
         sections,
         _tiles(seen, saves),
-        slow_processes(saves),
-        "Drawn from checkpoint_times.jsonl and the checkpoints of the workdir.",
+        footer="Drawn from checkpoint_times.jsonl and the checkpoints of the workdir.",
     )
 
 
@@ -92,28 +89,6 @@ def _tiles(seen: Sequence[look.Summary], saves: Sequence[StepTiming]) -> list[Ti
                     )
                 )
     return tiles
-
-
-def slow_processes(saves: Sequence[StepTiming]) -> list[str]:
-    """Sentences on processes whose stages took much longer than the others', by medians over the
-    saves."""
-    if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
-        return []
-    sentences = []
-    for stage in ("copy", "serialise", "write"):  # the commit waits for others
-        cells = np.stack([save.by_process(stage) for save in saves], axis=1)
-        medians = np.array(
-            [statistics.median(row[np.isfinite(row)].tolist() or [math.nan]) for row in cells]
-        )
-        usual = float(np.nanmedian(medians)) if np.isfinite(medians).any() else math.nan
-        for process in np.argsort(-np.nan_to_num(medians))[:3]:
-            seconds = medians[process]
-            if seconds > SLOW * usual and seconds - usual > 0.05:
-                sentences.append(
-                    f"Process {process} is slow: its {stage} takes {duration(seconds)}, the"
-                    f" others' {duration(usual)} (medians of {counted(len(saves), 'save')})."
-                )
-    return sentences
 
 
 def _stage_map(saves: Sequence[StepTiming], stage: str) -> str:
@@ -150,13 +125,9 @@ def stage_rows(
     for column, save in enumerate(saves):
         cells[: save.processes, column] = save.by_process(stage)
     notes = []
-    if len(cells) > 1 and bool(((cells == cells[0]) | np.isnan(cells)).all()):
-        cells, notes = cells[:1], ["One row: the same in all processes, as process 0 commits."]
-        starts, names = [0], ["all"]
-    else:
-        starts, names = grouped(len(cells))
-        if len(starts) < len(cells):
-            notes = [f"Each row is the slowest of {starts[1]} processes."]
+    starts, names = grouped(len(cells))
+    if len(starts) < len(cells):
+        notes.append(f"Each row is the slowest of {starts[1]} processes.")
     rows = np.fmax.reduceat(cells, starts, axis=0)
     bins = Series.of([save.step for save in saves], rows.T).coarse(columns(len(names)))
     if len(bins.steps) < len(saves):

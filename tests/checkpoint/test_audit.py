@@ -267,57 +267,34 @@ def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
 # ##################################################################################################
 
 
-def line(**changes):
-    usual = {
-        "kind": "save",
-        "step": 3,
-        "process": 0,
-        "stages": {"write": 1.0},
-        "bytes": 10,
-        "time": 5.0,
-    }
-    return usual | changes
-
-
-def write(folder, *lines):
-    with (folder / timings.TIMES).open("a") as file:
-        file.writelines(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
+def lines(*processes, kind="save", step=3, time=5.0):
+    """The lines of a save: of each process, by its number and its seconds by stage."""
+    event = {"kind": kind, "step": step, "time": time}
+    return [
+        json.dumps(event | {"process": number, "stages": stages, "bytes": 10 + number}) + "\n"
+        for number, stages in processes
+    ]
 
 
 def test_lines_of_one_event_are_put_together(tmp_path):
     assert timings.read_timings(tmp_path) == {}
-    stages, quick = {"copy": 0.5, "write": 2.0}, {"write": 1.0, "commit": 8.5}
-    write(
-        tmp_path,
-        line(),
-        line(process=2, stages=stages, bytes=30),
-        line(kind="load", step=1),
-        line(step=1),
-    )
-    write(
-        tmp_path,
-        line(step=4, stages=quick),
-        line(step=4, process=1, stages={"write": 9.0, "commit": 8.5}),
-    )
-    write(tmp_path, "12\n", '{"kind": "save", "step": 6}\n')
+    cut_short = ["12\n", '{"kind": "save", "step": 6}\n', '{"kind": "save", "step": 4, "pro']
+    content = [
+        *lines((0, {"write": 1.0}), (2, {"copy": 0.5, "write": 2.0})),
+        *lines((0, {}), kind="load", step=1),
+        *lines((0, {"write": 1.0, "commit": 8.5}), (1, {"write": 9.0, "commit": 8.5}), step=4),
+        *cut_short,
+        *lines((0, {"write": 1.0}), step=7),  # after what a kill has left of a line
+        # saved again, it counts once
+        *lines((0, {"write": 7.0}), step=1, time=9.0),
+        *lines((0, {"write": 1.0}), (1, {"write": 1.0}), step=1),
+    ]
+    (tmp_path / timings.TIMES).write_text("".join(content))
     found = timings.read_timings(tmp_path)
-    assert list(found) == ["save", "load"] and list(found["save"]) == [1, 3, 4]
-    save = found["save"][3]
-    assert save.processes == 3
-    assert save.sizes == {0: 10, 2: 30}
-    np.testing.assert_array_equal(save.by_process("write"), [1.0, math.nan, 2.0])
-    np.testing.assert_array_equal(found["save"][1].by_process("copy"), [math.nan])
-    assert save.slowest("write") == 2.0 and math.isnan(found["save"][1].slowest("copy"))
-    assert found["save"][4].total() == 9.5, "process 0's, whose commit waits for all"
-    # Saved again, it counts once; lines cut short cost no other.
-    write(tmp_path, line(process=1), line(stages={"write": 7.0}, time=9.0), line(process=2))
-    write(
-        tmp_path,
-        '{"kind": "save", "step": 4, "pro',
-        line(step=7),
-        "\n",
-        json.dumps(line(step=8))[:-3],
-    )
-    saves = timings.read_timings(tmp_path)["save"]
-    assert list(saves) == [1, 3, 4, 7]
-    assert (saves[3].processes, saves[3].time, saves[3].slowest("write")) == (1, 9.0, 7.0)
+    saves = found["save"]
+    assert list(found) == ["save", "load"] and list(saves) == [1, 3, 4, 7]
+    assert (saves[3].processes, saves[3].sizes) == (3, {0: 10, 2: 12})
+    np.testing.assert_array_equal(saves[3].by_process("write"), [1.0, math.nan, 2.0])
+    assert saves[3].slowest("write") == 2.0 and math.isnan(saves[7].slowest("copy"))
+    assert saves[4].total() == 9.5, "process 0's, whose commit waits for all"
+    assert (saves[1].processes, saves[1].time, saves[1].slowest("write")) == (1, 9.0, 7.0)
