@@ -18,7 +18,6 @@ from experiments.checkpoint import page as checkpoint_page
 from zaya_jax.checkpoint import layout, partial, source
 from zaya_jax.checkpoint.run import store, timings
 from zaya_jax.pytorch import exchange
-from zaya_jax.report import write_report
 
 
 @pytest.fixture
@@ -249,12 +248,3 @@ def test_page_of_few_and_of_many(tmp_path, processes, saves):
     assert ("Each row is the slowest of 5 processes." in page) == (processes == 300)
     assert ("Each column is the slowest of 5 processes." in page) == (processes == 300)
     assert ("Each column is the slowest of several saves." in page) == (saves == 2000)
-
-
-def test_the_training_report_shows_the_times_of_saving(tmp_path):
-    run = make(tmp_path / "run", 2, 5)
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 60, "loss": 1.0}\n')
-    page = write_report(run).read_text()
-    assert "<h2>Checkpoints</h2>" in page and "<figcaption>Whole save<" in page
-    (run / timings.TIMES).unlink()
-    assert "<h2>Checkpoints</h2>" not in write_report(run).read_text()
