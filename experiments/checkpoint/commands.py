@@ -18,7 +18,6 @@ from zaya_jax.pytorch import adapters, exchange, hub, tokenizer_files
 from zaya_jax.pytorch.card import PLACEHOLDER, Publication
 from zaya_jax.report.document import Table, write_page
 from zaya_jax.report.text import byte_size
-from zaya_jax.training.workdir import read_config
 
 
 def run(args: Any) -> int:
@@ -29,9 +28,6 @@ def run(args: Any) -> int:
 
 def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
-    read_config(args.workdir)  # or it is no run's folder
-    if args.step is not None:
-        source.SealedSource(args.workdir, args.step)
     seen, damaged = look.summarise_all(args.workdir)
     if seen:
         print(steps_table(seen, timings.read_timings(args.workdir).get("save", {})).markdown())

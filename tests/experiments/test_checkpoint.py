@@ -63,7 +63,7 @@ REFUSED = {
     "to_hf --model=RUN --out=RUN": "is not empty",
     "to_hf --model=RUN --out=RUN/config.json/x": "cannot be written",
     "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
-    "inspect --workdir=TMP": "has no config.json",
+    "inspect --workdir=TMP": "has no checkpoint",
     "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",
     "verify --workdir=TMP": "has no checkpoint",
     "verify --workdir=nothing://host/x": "nothing://host/x is no folder and no URL",

@@ -169,12 +169,9 @@ GENERATE = ["--model=run", "--num_tokens=3", "--prompt=ab"]
         *(
             (command, f"run/{file}", None, "")
             for command in (INSPECT, GENERATE)
-            for file in (
-                "config.json",
-                "checkpoints/0/checksums.json",
-                "checkpoints/0/meta/data.json",
-            )
+            for file in ("checkpoints/0/checksums.json", "checkpoints/0/meta/data.json")
         ),
+        (GENERATE, "run/config.json", None, ""),
         (["from_hf", "--model=model", "--workdir=new"], "model/config.json", None, ""),
     ],
 )

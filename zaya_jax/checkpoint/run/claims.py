@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from zaya_jax.checkpoint.layout import MARKER, META
 from zaya_jax.checkpoint.seal import RUN
 from zaya_jax.config import UserError, fields, files
 
@@ -142,16 +141,10 @@ def overlap(a: Path, b: Path) -> bool:
 
 
 def require_outside(folder: Path) -> None:
-    """UserError for a folder in a checkpoint or among a run's checkpoints, where any other file
-    counts as damage."""
-    real = Path(os.path.realpath(folder))
-    for above in (real, *real.parents):
-        if os.path.exists(above / MARKER) and os.path.exists(above / META):
-            raise UserError(
-                f"{folder} lies in the checkpoint {above}, where any other file counts as damage;"
-                " give a folder elsewhere"
-            )
-        if above != real and os.path.exists(above / RUN):
+    """UserError for a folder among a run's checkpoints or in one, where any other file counts as
+    damage."""
+    for above in Path(os.path.realpath(folder)).parents:
+        if os.path.exists(above / RUN):
             raise UserError(
                 f"{folder} lies in {above}, among the checkpoints of a run, and would count as one"
                 " of them or as damage; give a folder elsewhere"
