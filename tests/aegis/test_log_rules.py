@@ -113,7 +113,7 @@ OUR_WORDS = {
     "device computes wrongly": ["computes wrongly"],
     "error of another process": ["error: process {} on {}: {}"],
     "loss not finite": ["skipped, not finite", "the loss of the last step is not finite"],
-    "checkpoint damaged": ["is damaged", "; no copy in {} is whole"],
+    "checkpoint damaged": ["is damaged"],
     "save failed": [
         "saves failed in a row",
         "step {} is NOT saved",
