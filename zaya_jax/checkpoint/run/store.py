@@ -318,34 +318,28 @@ class Store:
         here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
         steps = sorted({*here, *newer}, reverse=True)
         for step in steps:
-            why = self._make_whole(step, step in here)
+            why = self._damage(step) if step in here else f"step {step} is not here"
+            if why and self.durable:
+                why = self._damage_of_copy(step, why)
             if not why:
                 return step
             self._give_up(step, why, step == steps[-1])
         return None
 
-    def _make_whole(self, step: int, is_here: bool) -> str | None:
-        """Has a step whole here, if need be by its copy; returns why that is impossible."""
-        damage = self._damage(step) if is_here else None
-        if is_here and not damage:
-            return None
-        if not self.durable:
-            return damage
-        error = self.durable.fetch(step)
-        if not error:
-            return self._damage(step)
-        if damage:
-            self._say(f"warning: no copy takes the place of the damaged step {step}: {error}")
-        return damage or error
-
-    def _damage(self, step: int) -> str | None:
+    def _damage(self, step: int) -> str:
+        """What is wrong with a step here, "" if it is whole."""
         clock = time.perf_counter()
         damages = Vault(self.root).verify_together(step, "damages")
         self._verify_seconds = time.perf_counter() - clock
         if not damages:
-            return None
-        more = f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-        return f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}{more}"
+            return ""
+        return f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
+
+    def _damage_of_copy(self, step: int, why: str) -> str:
+        """Has a copy take the place of a step; the same if that was possible, after `why` if not."""
+        assert self.durable
+        error = self.durable.fetch(step)
+        return f"{why}; its copy: {error}" if error else self._damage(step)
 
     def _give_up(self, step: int, why: str, is_last: bool) -> None:
         """Puts a damaged step aside for the one before; StorageError if there is none, or the
@@ -358,11 +352,10 @@ class Store:
                 f"{why}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
                 f" lists it all; {way_out}"
             )
-        renamed = multihost.broadcast_from_zero(
-            "aside", lambda: str(folders.rename_damaged(self.root, step) or "")
+        aside = multihost.broadcast_from_zero(
+            "aside", lambda: str(folders.rename_damaged(self.root, step) or "nothing")
         )
-        kept = f" Kept as {renamed};" if renamed else ""
-        self._say(f"WARNING: {why}.{kept} going on from the one before")
+        self._say(f"WARNING: {why}; going on from the one before, and keeping {aside}")
 
     def restore(
         self, step: int, like: Any, locations: Locations, put_on_devices: Callable[[Any], Any]
