@@ -2,7 +2,6 @@
 folder of another run."""
 
 import contextlib
-import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from refusals import check_refused
 from zaya_jax import config
 from zaya_jax.checkpoint.run import claims, store
 from zaya_jax.config import Checkpoint, UserError
-from zaya_jax.pytorch import any_model, exchange
+from zaya_jax.pytorch import any_model
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
 
 HOLD = """
@@ -265,12 +264,6 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
         r"was started with config\.run\.seed=0, now it is 7",
         lambda: open_workdir(workdir, settings(run__seed=7)),
     )
-    for read in (
-        lambda: any_model.config_at(workdir, 4),
-        lambda: exchange.to_hf(workdir, tmp_path / "out"),
-    ):
-        check_refused(r"contradicts the checkpoint of step 4: .*run\.seed=0.*restore", read)
-    path.write_text(json.dumps(json.loads(recorded) | {"name": "renamed"}))
     assert any_model.config_at(workdir, 4) == settings()
     # Of another run, name and all: no start on it counts as complete.
     path.write_text(recorded)

@@ -171,7 +171,6 @@ GENERATE = ["--model=run", "--num_tokens=3", "--prompt=ab"]
             for command in (INSPECT, GENERATE)
             for file in ("checkpoints/0/checksums.json", "checkpoints/0/meta/data.json")
         ),
-        (GENERATE, "run/config.json", None, ""),
         (["from_hf", "--model=model", "--workdir=new"], "model/config.json", None, ""),
     ],
 )

@@ -28,7 +28,7 @@ from zaya_jax.checkpoint.source import ArraySource
 from zaya_jax.config import Config, Model, UserError, fields, files, first_line
 from zaya_jax.pytorch import hf, hf_names, hub, tokenizer_files
 from zaya_jax.text import tokenizers
-from zaya_jax.training.workdir import check_same, read_config
+from zaya_jax.training.workdir import read_config
 
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
@@ -218,23 +218,9 @@ def _on_hub(name: str) -> Path | None:
 
 
 def config_at(workdir: str | os.PathLike, step: int) -> Config:
-    """The config that a step was trained with, from its checkpoint; UserError if config.json
-    contradicts it."""
-    workdir = Path(workdir)
-    recorded = read_config(workdir)
+    """The config that a step was trained with: its checkpoint's own."""
     saved = sources.read_meta(workdir, step).get("config")
-    if not saved:
-        return recorded
-    trained = config_lib.check(saved)
-    try:
-        check_same(trained, recorded, workdir, step)
-    except UserError as error:
-        raise UserError(
-            f"{workdir / 'config.json'} contradicts the checkpoint of step {step}:"
-            f" {str(error).rpartition(';')[0]}; restore the former from the checkpoint's"
-            " meta/data.json"
-        ) from None
-    return trained
+    return config_lib.check(saved) if saved else read_config(Path(workdir))
 
 
 def make_config(model: Model, tokenizer: str | Path | None) -> Config:
