@@ -82,7 +82,11 @@ def _add_exports(command: Callable[[str, str], Any]) -> None:
         help="store the experts so, as compressed-tensors does",
     )
     add.add_argument(
-        "--shard_gb", type=float, default=5.0, metavar="GB", help="greatest size of a file"
+        "--shard_gb",
+        type=cli.number(float, 0.01),
+        default=5.0,
+        metavar="GB",
+        help="greatest size of a file",
     )
     add.add_argument(
         "--adapters",

@@ -66,15 +66,11 @@ def remove(root: Path, step: int) -> None:
 
 def rename_damaged(root: Path, step: int) -> Path | None:
     """Renames a damaged checkpoint, which is kept for inspection, if it is there."""
-    number = 0
-    target = root / f"{DAMAGED}{step}"
-    while target.exists():
-        number += 1
-        target = root / f"{DAMAGED}{step}.{number}"
-    try:
-        return (root / str(step)).rename(target)
-    except FileNotFoundError:
+    if not (root / str(step)).exists():
         return None
+    target = root / f"{DAMAGED}{step}"
+    shutil.rmtree(target, ignore_errors=True)  # an earlier one of this step
+    return (root / str(step)).rename(target)
 
 
 def rename_stale(root: Path, steps: Iterable[int], num_decisions: int) -> None:

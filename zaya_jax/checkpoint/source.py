@@ -137,12 +137,9 @@ class SealedSource(ArraySource):
         except FileError as error:
             if not self.workdir:
                 raise
-            others = [step for step in self._vault.steps() if step != self._step_name]
-            way_out = ""
-            if others:
-                way_out = f", or take step {others[-1]} ({self.location}@{others[-1]})"
             raise StorageError(
-                f"{error}; `python -m experiments.checkpoint verify` lists it all{way_out}"
+                f"{error}; `python -m experiments.checkpoint verify` lists it all, and"
+                f" {self.location}@STEP is another step"
             ) from None
 
     def _read_json(self, name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ write under a temporary name first, so that a folder under the final name is com
 """
 
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,8 +98,6 @@ def to_hf(
     behind; `quantize` stores the experts in this form of `quantized`."""
     if dtype not in (None, *DTYPES):
         raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(DTYPES)}")
-    if not 0 < shard_gb < math.inf:
-        raise UserError(f"--shard_gb={shard_gb:g} must be above 0, and a number")
     model = name if isinstance(name, AnyModel) else any_model.find(name)
     names.check_zaya(model.model, model.name)
     model.check()
