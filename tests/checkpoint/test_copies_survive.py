@@ -11,7 +11,7 @@ import pytest
 from checkpoint_helpers import content
 from fsspec.implementations.local import LocalFileSystem
 from refusals import check_storage_error
-from test_durable import CHUNK, hasty, run, start
+from test_durable import CHUNK, cut_off, hasty, run, start
 
 from zaya_jax.checkpoint import folders, layout, storage
 from zaya_jax.checkpoint.run import look, retention, store
@@ -72,6 +72,22 @@ def test_without_a_whole_copy_the_damaged_newest_is_as_without_copies(run, capsy
     assert (root / "6").exists()
     assert start(root, copies, on_corrupt="previous")[0] == 4
     assert re.search("/6 is damaged: .*; its copy: .*/6 is damaged", capsys.readouterr().out)
+
+
+def test_a_copy_that_cannot_be_fetched_now_is_not_passed_over(run, tmp_path, monkeypatch):
+    """With on_corrupt=previous a run went on from an older step where the network had failed once."""
+    root, copies = run
+    shutil.rmtree(root / "6")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Storage, "_write", cut_off)
+        check_storage_error(
+            "step 6 of .* cannot be fetched: cannot write",
+            start,
+            root,
+            copies,
+            on_corrupt="previous",
+        )
+    assert start(root, copies) == (6, [])
 
 
 def test_an_old_copy_that_stays_is_no_failure_of_the_new_one(run, monkeypatch, capsys):

@@ -290,17 +290,24 @@ class Durable:
 
     def fetch(self, step: int) -> str | None:
         """Makes a copy a step of workdir/checkpoints, in the place of a damaged one, which is set
-        aside; returns an error, if any."""
+        aside; returns the copy's damage, if any. StorageError if it cannot be fetched now: it may be
+        whole."""
         if error := multihost.broadcast_from_zero("compared", lambda: self._unreachable):
             return error
         folder = self._root / f"{folders.SAVING}{step}"
 
-        def fetch_files() -> None:
-            self.vault.copy(
-                step, my_files(self.vault.read_seal(step).files), self._here, folder.name
-            )
+        def fetch_files() -> str | None:
+            try:
+                names = my_files(self.vault.read_seal(step).files)
+                self.vault.copy(step, names, self._here, folder.name)
+            except FileError as damage:
+                return str(damage)
+            return None
 
-        def commit(_: list) -> None:
+        def commit(found: list[str | None]) -> None:
+            damages.extend(filter(None, found))
+            if damages:
+                raise FileError(damages[0])
             listed = self.vault.read_seal(step)
             # Named before: a step's list and the folder's name must agree.
             folders.name_run(self._root, self.vault.owner())
@@ -309,4 +316,8 @@ class Durable:
             folders.commit(folder, self._root / str(step), Seal(listed.files, step, listed.run))
             self._say(f"step {step} was fetched from {self.vault.url}")
 
-        return run_in_all_then_zero("fetched", fetch_files, commit, folder)
+        damages: list[str] = []  # in process 0
+        error = run_in_all_then_zero("fetched", fetch_files, commit, folder)
+        if error and not multihost.broadcast_from_zero("damages", lambda: bool(damages)):
+            raise StorageError(f"step {step} of {self.vault.url} cannot be fetched: {error}")
+        return error
