@@ -81,7 +81,7 @@ def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return open(path, *rest, **options)
 
-    monkeypatch.setattr(seal, "open", fails, raising=False)
+    monkeypatch.setattr(storage, "open", fails, raising=False)
     monkeypatch.setattr(storage, "DELAYS", (1e9,))
     (damage,) = Vault(runs[0]).verify(40)
     assert str(damage) == "state/params.a/c.0.0 (array params.a) is unreadable (Input/output error)"
@@ -93,7 +93,7 @@ def test_a_disk_that_refuses_for_another_reason_has_damaged_nothing(runs, monkey
     def refuses(path, *rest, **options):
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
-    monkeypatch.setattr(seal, "open", refuses, raising=False)
+    monkeypatch.setattr(storage, "open", refuses, raising=False)
     monkeypatch.setattr(storage, "DELAYS", (0.01,))
     checkpoints = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
     check_error(

@@ -261,7 +261,7 @@ def test_damage_stops_or_goes_one_back(tmp_path):
         run.store.find_newest,
     )
     check_storage_error(
-        r"cannot be read.*params.layers.w", lambda: restore_tree(run.store, 2, like(state(2)))
+        r"/2 is damaged: .*params.layers.w", lambda: restore_tree(run.store, 2, like(state(2)))
     )
     other = Run(tmp_path, on_corrupt="previous")
     assert other.store.find_newest() == 1 and visible(tmp_path) == ["1"]

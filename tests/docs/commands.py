@@ -43,6 +43,7 @@ PLAIN = {
     "export",
     "git",
     "head",
+    "hf",
     "kubectl",
     "ls",
     "mkdir",
