@@ -3,7 +3,7 @@ torch is named.
 
     ZAYA_TORCH_PYTHON=ORACLE/bin/python python -m pytest tests/evaluate/test_harness.py
 
-ORACLE has torch, transformers and lm-eval (benchmarks/evaluation.py says which); lm-eval must be
+ORACLE has torch, transformers and lm-eval (benchmarks/evaluation.md says which); lm-eval must be
 here too.
 """
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import mesh_helpers
 import numpy as np
 import pytest
-import rivals
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rows import slow
@@ -308,17 +307,6 @@ def lay_out(x, size):
     return jnp.concatenate([x[:, i::size] for i in range(size)], axis=1)
 
 
-def on_devices(function, size):
-    mapped = functools.partial(function, scale=0.3, axis="context")
-    return jax.shard_map(
-        mapped,
-        mesh=mesh_of(size),
-        in_specs=(ALL, PARTS, PARTS, ALL),
-        out_specs=ALL,
-        check_vma=False,
-    )
-
-
 @pytest.mark.parametrize("size", [2, 8])
 def test_equal_to_one_device(size):
     keys = jax.random.split(jax.random.key(0), 3)
@@ -326,9 +314,14 @@ def test_equal_to_one_device(size):
     k, v = (jax.random.normal(key, (B, 16, K, C)) for key in keys[1:])
     # Left padding; and a row with a single key, so that most devices have none.
     valid = jnp.stack([(jnp.arange(16) > 2) & (jnp.arange(16) < 13), jnp.arange(16) == 4])
-    out = jax.jit(on_devices(rivals.tree_attention, size))(
-        q, lay_out(k, size), lay_out(v, size), valid
+    read = jax.shard_map(
+        functools.partial(tree.SplitCache(size).read, scale=0.3),
+        mesh=mesh_of(size),
+        in_specs=(ALL, PARTS, PARTS, ALL),
+        out_specs=ALL,
+        check_vma=False,
     )
+    out = jax.jit(read)(q, lay_out(k, size), lay_out(v, size), valid)
     np.testing.assert_allclose(out, decode_attention(q, k, v, valid, scale=0.3), atol=1e-6)
 
 

@@ -1,5 +1,4 @@
-"""Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has
-LASP-1's ring).
+"""Linear attention over devices that hold pieces of a sequence: LASP-2.
 
 Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need
 the sum of the states of the earlier pieces that its first document reaches back to. Of 2 N pieces
@@ -11,7 +10,6 @@ on a collective, so it is done while the states travel. It runs inside `jax.shar
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +29,9 @@ def lasp2(
     *,
     axis: str | tuple[str, ...],
     chunk: int | None = None,
-    exchange: Callable | None = None,
 ) -> Float[Array, "B S H C"]:
     """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather
-    each way.
-
-    Another `exchange` (benchmarks) may bring the state that enters each piece.
-    """
+    each way."""
     batch, seq = q.shape[:2]
 
     def halves(x):  # both pieces become rows of the batch, [2 B, S / 2, ..]
@@ -48,7 +42,7 @@ def lasp2(
     segments = halves(jnp.zeros((batch, seq), jnp.int32) if segments is None else segments)
     features_q, features_k, values = heads_first(*rows)
     states = summary(features_k, values, segments)
-    entering = (exchange or _gathered)(
+    entering = _gathered(
         states.reshape(2, batch, *states.shape[1:]),
         segments[:, 0].reshape(2, batch),
         segments[:, -1].reshape(2, batch),

@@ -6,7 +6,7 @@ every device: the queries, the valid columns, the other caches, the tokens. For 
 each of B rows, H heads of C channels, a layer sends three all-reduces: the greatest log-sum-exp (4
 B H bytes), the outputs and the weights weighed by it (4 B H C and 4 B H). This does not depend on
 the number of devices or the length; the compiler makes one message of the last two, so a layer
-waits for two. Rings for comparison are in benchmarks/rivals.py.
+waits for two.
 
 Everything here runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
 """
@@ -107,15 +107,10 @@ def cache_over(mesh: Mesh | None) -> Devices:
 
 def own_columns(x: Array, axis: str) -> Array:
     """This device's columns of x [B, T, ..]."""
-    return columns_on(lax.axis_index(axis), x, axis)
-
-
-def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
-    """A device's columns of x [B, T, ..]."""
     devices = lax.axis_size(axis)
     x = jnp.pad(x, [(0, -x.shape[i] % devices if i == 1 else 0) for i in range(x.ndim)])
     x = x.reshape(x.shape[0], -1, devices, *x.shape[2:])
-    return lax.dynamic_index_in_dim(x, device, 2, keepdims=False)
+    return lax.dynamic_index_in_dim(x, lax.axis_index(axis), 2, keepdims=False)
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:
