@@ -26,7 +26,7 @@ from zaya_jax.hardware.sizing import Advice
 from zaya_jax.plan.phases import DataDemand
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.report.text import duration, number, wrapped
+from zaya_jax.report.text import duration, number
 from zaya_jax.text import tokenizers
 from zaya_jax.text.shard_format import PAGE_BYTES, SUFFIX
 
@@ -376,14 +376,13 @@ def _collectives(figures: Measured) -> Section:
     pictures, rows = "", []
     sets = sorted({(c.num_nodes, c.num_devices) for c in figures.collectives})
     for name in BUS:
-        lines, near = [], []
+        lines = []
         whole = figures.best(name, figures.node, 1)
         for color, (nodes, count) in enumerate(sets):
             points = figures.series(name, count, nodes)
             if not points:
                 continue
             devices, size = _devices(points[0]), binary_size(measured.near(points) or 0)
-            near.append(f"{devices} {size}")
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(devices, color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)
@@ -398,8 +397,7 @@ def _collectives(figures: Measured) -> Section:
                     f"{best.bus_bandwidth / whole:.0%}" if whole and nodes == 1 else "",
                 ]
             )
-        note = wrapped("90% of the best rate from: ", ", ".join(near), ".")
-        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size, note)
+        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
     head = (
         "collective",
         "devices",
@@ -409,25 +407,8 @@ def _collectives(figures: Measured) -> Section:
         "90% from",
         "of the whole node's",
     )
-    pictures += _parts_of_a_node(figures)
     text = "Over the size of the message, by the definitions of nccl-tests."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
-
-
-def _parts_of_a_node(figures: Measured) -> str:
-    """What a part of a node loses, beside the share of links that it has where each pair of devices
-    has its own."""
-    counts = sorted({c.num_devices for c in figures.collectives if c.num_nodes == 1})
-    if len(counts) < 2:
-        return ""
-    whole = figures.best("all-gather", figures.node, 1) or 0.0
-    links = [(n, whole / 1e9 * (n - 1) / (figures.node - 1)) for n in counts]
-    lines = [Curve("n - 1 links", links, len(BUS), dashed=True)]
-    for color, name in enumerate(BUS):
-        rates = [(n, figures.best(name, n, 1)) for n in counts]
-        lines.append(Curve(name, [(n, rate / 1e9) for n, rate in rates if rate], color))
-    note = "Dashed: the share of links that n devices of a full mesh have to each other."
-    return _chart("Parts of a node, best bus bandwidth", lines, "GB/s", _whole, note)
 
 
 def _devices(c: CollectiveTiming) -> str:
@@ -482,15 +463,12 @@ def _memory(figures: Measured) -> Section:
     points = sorted(figures.copies, key=lambda copy: copy.bytes)
     line = _line("copy", 0, [_point(c.bytes, c.bandwidth / 1e9, c.seconds) for c in points])
     picture = _chart("Bandwidth over the size of an array", [line], "GB/s", binary_size)
-    best, largest = max(points, key=lambda copy: copy.bandwidth), points[-1]
-    rows = [
-        ["best", number(best.bandwidth / 1e9), binary_size(best.bytes)],
-        ["largest", number(largest.bandwidth / 1e9), binary_size(largest.bytes)],
-    ]
-    text = "Copying on one device; bytes read and bytes written count alike."
-    return Section(
-        "Memory", text, [Table("Bandwidths", ("array", "GB/s", "of"), rows)], pictures=picture
+    best = max(points, key=lambda copy: copy.bandwidth)
+    text = (
+        "Copying on one device; bytes read and bytes written count alike. The best,"
+        f" {number(best.bandwidth / 1e9)} GB/s, is that of {binary_size(best.bytes)}."
     )
+    return Section("Memory", text, pictures=picture)
 
 
 def binary_size(count: float) -> str:
