@@ -15,7 +15,7 @@ from zaya_jax.compiled import measure
 from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import clusters, host, sizing, targets
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.report.document import Page, Section, Table, Tile, write_results
+from zaya_jax.report.document import Page, Section, Table, write_results
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.text import tokenizers
@@ -190,7 +190,7 @@ def _phase(row: dict[str, Any]) -> Section:
         notes.append(f"loops of unknown length, each counted as one turn: {loops}")
     if again := sum(scope["flops_by_stage"].get("again", 0) for scope in row["traffic"]):
         notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, not useful")
-    return Section(title, text, list(_tables(row)), notes, _tiles(row))
+    return Section(title, text, list(_tables(row)), notes)
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -252,20 +252,6 @@ def _work(scope: str, part: dict[str, Any], useful: float) -> list[str]:
         number(part["flops"], 3),
         f"{useful / part['flops']:.0%}" if part["flops"] else "",
     ]
-
-
-def _tiles(row: dict[str, Any]) -> list[Tile]:
-    memory, bound = row["memory"], row["bound"]
-    limit = f"of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
-    tiles = [
-        ("Peak memory", byte_size(memory["peak"]), limit),
-        ("HBM traffic", byte_size(row["hbm_bytes"]), ""),
-        ("Launches", number(row["launches"]), ""),
-        ("FLOPs", number(row["flops"], 3), f"{_of_use(row):.0%} of use"),
-    ]
-    if bound:
-        tiles.append(("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most"))
-    return tiles
 
 
 def _useful(row: dict[str, Any]) -> float:
