@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,28 +31,6 @@ BEGINS = rf"experiments\.(?!NAME\b|configs\b)|zaya-(?!NAME\b|JOBID\b)|(?=(?:{'|'
 INLINE = re.compile(rf"`(?:\S*python -m )?(?:{BEGINS})([\w-]+)([^`]*)`")
 PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
 PYTHONS = ("python", "python3", ".venv/bin/python")
-# Programs of the system, whose options are their own.
-PLAIN = {
-    "cat",
-    "cd",
-    "cp",
-    "curl",
-    "cut",
-    "docker",
-    "export",
-    "git",
-    "head",
-    "hf",
-    "kubectl",
-    "ls",
-    "mkdir",
-    "open",
-    "pip",
-    "rm",
-    "source",
-    "tail",
-    "transformers",
-}
 SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
 WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}
 
@@ -171,80 +148,44 @@ def wrong(words: list[str], needs: bool) -> str:
 
 def _wrong(words: list[str], needs: bool) -> str:
     first, rest = words[0], words[1:]
-    if not needs and first != "make":
-        found = next((m[0] for word in words for m in [PLACEHOLDER.search(word)] if m), "")
-        if found:
-            return (
-                f"{found} is for the reader to put in: say so in a line before the block, *Needs:"
-                " ...*"
-            )
-    if first in PYTHONS:
-        if rest[:1] == ["-m"] and len(rest) > 1:
-            return of_module(rest[1], rest[2:], needs)
-        return "" if rest and (ROOT / rest[0]).is_file() else f"{' '.join(words)}: no such script"
-    if first.startswith("zaya-"):
-        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-        if first not in scripts:
-            return f"{first} is no command of pyproject.toml"
-        return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs)
     if first == "make":
         return of_make(rest, needs)
-    if first in ("sbatch", "kubectl"):
-        if not needs:
-            return f"{first} needs a cluster: say so in a line before the block, *Needs: ...*"
-        script = next((i for i, word in enumerate(rest) if word.startswith("launch/")), None)
-        if script is None or not (ROOT / rest[script]).is_file():
-            return f"{first} is given no file of launch/"
-        return (
-            of_program(SCRIPTS[rest[script]], rest[script + 1 :], needs)
-            if first == "sbatch"
-            else ""
-        )
-    if first.startswith(("tools/", "launch/", "./")):
-        return "" if (ROOT / first).is_file() else f"{first} is no file"
-    return "" if first in PLAIN else f"{first} is no program that the documentation knows"
+    if not needs and (found := PLACEHOLDER.search(" ".join(words))):
+        return f"{found[0]} is for the reader to put in: say so before the block, *Needs: ...*"
+    if first in PYTHONS and rest[:1] == ["-m"]:
+        return of_module(rest[1], rest[2:], needs)
+    if first.startswith("zaya-"):
+        return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs)
+    if first in (*PYTHONS, "sbatch", "kubectl"):
+        first, *rest = rest[next(i for i, word in enumerate(rest) if "/" in word) :]
+    if first in SCRIPTS:
+        return of_program(SCRIPTS[first], rest, needs)
+    ours = first.startswith(("tools/", "launch/", "./"))
+    return f"{first} is no file" if ours and not (ROOT / first).is_file() else ""
 
 
 def of_module(name: str, args: list[str], needs: bool) -> str:
     """Of `python -m NAME`."""
     if name.startswith("experiments."):
         return of_program(name.removeprefix("experiments."), args, needs)
-    path = ROOT / (name.replace(".", "/") + ".py")
-    if path.with_suffix("").is_dir():
-        path = path.with_suffix("") / "__main__.py"
-    if name.split(".")[0] in ("benchmarks", "tools", "zaya_jax"):
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        given = [arg.split("=")[0] for arg in args if arg.startswith("--")]
-        unknown = [a for a in given if f'"{a}"' not in text]
-        return f"{name} has no {unknown[0]}" if unknown else "" if text else f"{name} is no module"
-    known = ("http.server", "mkdocs", "pip", "pytest", "venv")
-    return "" if name in known else f"{name} is no module that is known"
+    if name.split(".")[0] not in ("benchmarks", "tools", "zaya_jax"):
+        return ""
+    path = ROOT / name.replace(".", "/")
+    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.is_file():
+        return f"{name} is no module"
+    text, given = path.read_text("utf-8"), re.findall(r"--[\w-]+", " ".join(args))
+    return " ".join(f"{name} has no {option}" for option in given if f'"{option}"' not in text)
 
 
 def of_make(args: list[str], needs: bool) -> str:
-    """Commands of make: its targets, their arguments, and the programs that receive these."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    """Of make: its targets, and the program that receives ARGS."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     given = dict(arg.split("=", 1) for arg in args if "=" in arg)
     names = [arg for arg in args if "=" not in arg]
-    for name in names:
-        if name not in targets:
-            return f"make has no target {name}"
-    for name in given:
-        if name not in ("ARGS", "EXTRAS", "PYTHON", "T"):
-            return f"make is given {name}; it knows ARGS, EXTRAS, PYTHON and T"
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for extra in filter(None, given.get("EXTRAS", "").split(",")):
-        if extra not in extras:
-            return f"{extra} is no extra of pyproject.toml"
-        if extra in ("cuda", "rocm") and not needs:
-            return f"EXTRAS={extra} needs a GPU: say so in a line before the block, *Needs: ...*"
-    if names == ["pretrain"]:
-        return wrong(
-            ["python", "-m", "experiments.pretrain", *shlex.split(given.get("ARGS", ""))], needs
-        )
-    return ""
+    if "pretrain" in names:
+        return of_program("pretrain", shlex.split(given.get("ARGS", "")), needs)
+    return " ".join(f"make has no target {name}" for name in names if name not in targets)
 
 
 def of_program(name: str, args: list[str], needs: bool) -> str:
@@ -262,8 +203,6 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
     if "config" in OPTIONS[name].get("", ()):
         given = next((arg for arg in args if arg.startswith("--config=")), "")
         file, _, run = given.removeprefix("--config=").partition(":")
-        if "zaya1_" in file and name == "pretrain" and "--describe" not in args and not needs:
-            return f"{file} trains on GPUs alone: say so in a line before the block, *Needs: ...*"
         # A run that is not here, and a file of the reader's, are read as the default: the keys are
         # the same.
         default = run or (needs and not (ROOT / file).is_file())
