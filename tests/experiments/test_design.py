@@ -115,14 +115,6 @@ def test_shapes_are_near_the_budgets_and_fit_the_tiles(result):
         assert ("experts over 8" in row["strains"]) == (row["experts"] % 8 > 0)
 
 
-def test_times_have_their_range_around_them(result):
-    for row in result["shapes"]:
-        likely, fast, slow = row["tokens_per_second"]
-        assert slow < likely < fast
-        for likely, fast, slow in row["token_ms"] + row["prompt_ms"]:
-            assert fast < likely < slow
-
-
 def test_a_written_config_is_planned_as_the_shape_was(result, tmp_path):
     row = result["shapes"][1]
     path = tmp_path / "shape_2.py"
@@ -159,16 +151,17 @@ def test_what_does_not_fit_is_trained_in_another_way_or_counted():
     assert search.planned(ask_for(devices=1), search.BASE) is None
 
 
-def test_long_contexts_lie_over_devices_as_in_zaya1_s_phases():
-    for context, parts in ((4096, 1), (32_768, 2), (131_072, 8)):
-        way = next(search.ways(ask_for(devices=1024, context=context), 16))
-        assert way["mesh.context"] == parts
-        assert way["data.global_batch"] * context == 2**24
-
-
 @pytest.mark.parametrize(
     ("devices", "context", "parts"),
-    [(1000, 131_072, 4), (1024, 100_000, 4), (12, 2**24, 4), (7, 100_001, 1)],
+    [
+        (1024, 4096, 1),
+        (1024, 32_768, 2),
+        (1024, 131_072, 8),
+        (1000, 131_072, 4),
+        (1024, 100_000, 4),
+        (12, 2**24, 4),
+        (7, 100_001, 1),
+    ],
 )
 def test_any_number_of_devices_trains_at_any_context(devices, context, parts):
     given = ask_for(devices=devices, context=context)

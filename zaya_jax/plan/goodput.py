@@ -11,7 +11,6 @@ holds where that is not small.
 import dataclasses
 import math
 
-from zaya_jax.config import UserError
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan.case import StepCase, itemsize
 from zaya_jax.plan.rates import ASSUMED, Rate
@@ -70,12 +69,6 @@ def saving(case: StepCase, cluster: Cluster, mtbf_hours: float = MTBF_HOURS.valu
     written = state / cluster.storage
     mtbf = 3600 * mtbf_hours / case.devices
     restart = RESTART.value + written
-    if restart > 20 * mtbf:
-        raise UserError(
-            f"mtbf_hours={mtbf_hours:g} means a failure each {mtbf:.2g} s on {case.devices:,}"
-            f" devices, and a restart takes {restart:.0f} s: the run would not get on; give the"
-            " hours between failures of one device"
-        )
     interval = max(best_interval(stall, mtbf), written)
     return Saving(
         state, stall, written, mtbf, restart, interval, share(interval, stall, restart, mtbf)
