@@ -56,7 +56,7 @@ HEAVY = {
     ],
     "mlflow": ["zaya_jax.training.trackers"],
     "orbax": ["zaya_jax.checkpoint.handler", "zaya_jax.checkpoint.orbax_source"],
-    "jinja2": ["zaya_jax.text.chat_template"],
+    "jinja2": ["zaya_jax.report.document", "zaya_jax.text.chat_template"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.text.inputs"],
     "safetensors": ["zaya_jax.pytorch.tensor_files"],

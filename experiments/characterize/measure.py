@@ -312,10 +312,7 @@ def storage_document(
     chart = Chart(
         "Page reads a second by step time",
         lines,
-        (times[0], times[-1]),
-        (min(*values, budget) / 1.5, max(*values, budget) * 1.5),
-        True,
-        True,
+        log_x=True,
         over="s",
         named=[(seconds, f"{seconds:.3g}") for seconds in times[::4]],
     )
@@ -496,19 +493,15 @@ def _line(label: str, color: int, points: Sequence[Point]) -> Curve:
 def _chart(
     title: str, lines: Sequence[Curve], unit: str, text: Callable[[float], str], note: str = ""
 ) -> str:
-    """Rates over a size, both axes logarithmic."""
+    """Rates over a size, whose axis is logarithmic."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
     sizes = sorted({size for line in lines for size, _ in line.points})
-    rates = [rate for line in lines for _, rate in line.points]
     return Chart(
         f"{title}, {unit}",
         lines,
-        (sizes[0], sizes[-1]),
-        (min(rates) / 1.3, max(rates) * 1.3),
-        True,
-        True,
+        log_x=True,
         over="size",
         named=[(size, text(size)) for size in sizes],
         note=note,

@@ -16,10 +16,9 @@ import numpy as np
 from zaya_jax.checkpoint.run import look, timings
 from zaya_jax.checkpoint.run.timings import StepTiming
 from zaya_jax.config import UserError
-from zaya_jax.report.curves import SAVE_FIGURES, WAITS, save_curves
 from zaya_jax.report.document import Page, Section, Table, Tile
 from zaya_jax.report.read import Series
-from zaya_jax.report.svg import HeatMap, Scale, columns, grouped
+from zaya_jax.report.svg import Chart, Curve, HeatMap, columns, grouped
 from zaya_jax.report.text import byte_size, counted, duration
 
 TITLES = {
@@ -32,6 +31,14 @@ DARK = (
     "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the"
     " storage."
 )
+WAITS = (
+    "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
+)
+SAVE_FIGURES = (  # title, label, colour, seconds of a save
+    ("Copy", "slowest process", 1, lambda save: save.slowest("copy")),
+    ("Whole save", "begin to commit", 0, lambda save: save.total()),
+)
+POINTS = 480  # of a curve
 TYPICAL = 3  # times the median: where a scale may end although there is worse
 
 
@@ -44,7 +51,7 @@ def checkpoints_document(workdir: Path) -> Page:
         raise UserError(f"{workdir} has no checkpoint and no times of any; train first")
     load = max(loads, key=lambda event: event.time, default=None)
     sections = [
-        Section("Over the run", WAITS, pictures=save_curves(saves)),
+        Section("Over the run", WAITS, pictures=_save_curves(saves)),
         Section(
             "Where the time goes",
             DARK,
@@ -91,6 +98,24 @@ def _tiles(seen: Sequence[look.Summary], saves: Sequence[StepTiming]) -> list[Ti
     return tiles
 
 
+def _save_curves(saves: Sequence[StepTiming]) -> str:
+    """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single
+    save."""
+    if len(saves) < 2:
+        return ""
+    pictures = ""
+    for heading, label, color, seconds in SAVE_FIGURES:
+        series = Series.of([save.step for save in saves], [seconds(save) for save in saves])
+        if not series.finite.size:
+            continue
+        bins, note = series.coarse(POINTS), ""
+        if len(bins.steps) < len(saves):
+            note = "Each point is the slowest of several saves."
+        line = Curve(label, list(zip(bins.steps, bins.high.tolist(), strict=True)), color)
+        pictures += Chart(heading, [line], zero=True, unit=" s", note=note).draw()
+    return pictures
+
+
 def _stage_map(saves: Sequence[StepTiming], stage: str) -> str:
     names, steps, cells, notes = stage_rows(saves, stage)
     good = cells[np.isfinite(cells)]
@@ -107,9 +132,8 @@ def _stage_map(saves: Sequence[StepTiming], stage: str) -> str:
         TITLES[stage],
         steps,
         cells,
-        Scale(0.0, high or 1.0),
+        (0.0, high),
         (steps[0] - first / 2, steps[-1] + last / 2),
-        "process",
         ("0 s", ("≥ " if high < longest else "") + duration(high)),
         " ".join(notes),
         names,
@@ -149,9 +173,8 @@ def _load_map(load: StepTiming | None) -> str:
         f"Step {load.step:,} by process",
         [float(s) for s in starts],
         cells,
-        Scale(0.0, longest or 1.0),
+        (0.0, longest),
         (-0.5, load.processes - 0.5),
-        "stage",
         ("0 s", duration(longest)),
         note,
         list(load.stages),

@@ -65,7 +65,6 @@ def draw(result: dict[str, Any]) -> str:
         "",
         "".join(drawn),
         HEIGHT,
-        describe=f"{len(shapes)} shapes; the tables have their numbers.",
         note=NOTE,
         width=WIDTH,
     )

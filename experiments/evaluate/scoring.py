@@ -306,8 +306,6 @@ def _by_place(data: dict[str, Any]) -> Section:
             lines.append(Curve(label, points, color))
     if not lines:
         return Section("By place")
-    xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
-    room = 0.06 * (max(ys) - min(ys))
     note = "Place 4 is of tokens with 4 to 7 before them, place 8 of those with 8 to 15, and so on."
     missing = len(data) - len(lines)
     if missing:
@@ -315,15 +313,8 @@ def _by_place(data: dict[str, Any]) -> Section:
             f" In the table alone: {missing} with one place, without a finite loss, or after the"
             f" first {COLORS}."
         )
-    picture = Chart(
-        "Loss by place in the document, nats",
-        lines,
-        (min(xs), max(xs)),
-        (min(ys) - room, max(ys) + room),
-        log_x=True,
-        over="place",
-        note=note,
-    )
+    title = "Loss by place in the document, nats"
+    picture = Chart(title, lines, log_x=True, over="place", note=note)
     return Section(
         "By place",
         "How much the model gains from the text before a token.",

@@ -6,7 +6,6 @@ omissions.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +35,11 @@ class ComparedRun(NamedTuple):
     workdir: Workdir
     series: dict[str, Series]
 
+    def curve(self, points: Sequence[tuple[float, float]] = ()) -> Curve:
+        """A curve in the run's colour."""
+        dashed = self.place >= COLORS
+        return Curve(self.name, points, self.place % COLORS, dashed=dashed)
+
 
 def comparison(workdirs: Sequence[Workdir]) -> Page:
     """The page of several runs."""
@@ -44,9 +48,11 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
     for place, run in enumerate(workdirs):
         name = run.name if names.count(run.name) == 1 else f"{run.name} ({run.path})"
         runs.append(ComparedRun(place, name, run, _numbers(run)))
-    keys, zero = _shown(runs)
+    keys, notes = _shown(runs)
+    if any(run.vectors for run in workdirs):
+        notes.append("Figures of each layer and expert are on each run's own page.")
     sections = [
-        Section("Runs", tables=[_ends(runs)], notes=_left_out(runs, zero)),
+        Section("Runs", tables=[_ends(runs)], notes=notes),
         Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys)),
         Section("Config", tables=_differences(runs, [run.config for run in workdirs])),
         Section("Environment", tables=_differences(runs, [run.environment for run in workdirs])),
@@ -54,7 +60,7 @@ def comparison(workdirs: Sequence[Workdir]) -> Page:
     return Page(
         f"{len(runs)} runs",
         "compared",
-        ", ".join(run.name for run in runs),
+        ", ".join(names),
         sections,
         warnings=_warnings(runs),
         footer="Drawn from the files of the runs’ workdirs.",
@@ -72,94 +78,63 @@ def _numbers(run: Workdir) -> dict[str, Series]:
 
 
 def _shown(runs: Sequence[ComparedRun]) -> tuple[list[str], list[str]]:
-    """The metrics to draw, in the page's order, and those that are zero at every step of all
-    runs. Tokens are an axis."""
+    """The metrics to draw, in the page's order, and notes on those that are zero at every step of
+    all runs. Tokens are an axis."""
     recorded = {key for run in runs for key in run.series} - {"tokens"}
-    zero = {
-        key for key in recorded if all(run.series[key].zero for run in runs if key in run.series)
-    }
-    first = [key for key in FIRST if key in recorded - zero]
+    drawn = {key for run in runs for key in recorded & {*run.series} if not run.series[key].zero}
+    first = [key for key in FIRST if key in drawn]
     # Numbers with a name of their own come before those of a group, prefix/name.
-    others = sorted(recorded - zero - set(first), key=lambda key: ("/" in key, key))
-    return first + others, sorted(zero)
+    others = sorted(drawn - {*first}, key=lambda key: ("/" in key, key))
+    zero = ", ".join(sorted(recorded - drawn))
+    return first + others, [f"Zero at every step of all runs: {zero}."] if zero else []
 
 
-class Near(NamedTuple):
-    """Training losses near the last step that all runs have, of the same steps of each run; empty
-    if all end there."""
-
-    step: int = 0
-    steps: str = ""  # from which to which
-    values: Sequence[float] = ()
-
-
-def near_common_step(runs: Sequence[Workdir]) -> Near:
-    """The means of a fiftieth of the steps up to it, ten at least."""
+def near_common_step(runs: Sequence[Workdir]) -> tuple[str, list[float]] | None:
+    """What is compared, and the mean training losses of a fiftieth of the steps up to the last that
+    all runs have, ten at least, of the same steps of each; None if all end there."""
     begun, shared = max(run.first_step for run in runs), min(run.last_step for run in runs)
     if begun > shared or all(run.last_step == shared for run in runs):
-        return Near()
+        return None
     first = max(begun, shared + 1 - max(10, shared // 50))
-    values = [
-        run.series["loss"].mean(first, shared) if "loss" in run.series else math.nan for run in runs
-    ]
-    return Near(shared, f"{first:,} to {shared:,}", values)
-
-
-def _comparable(runs: Sequence[ComparedRun]) -> bool:
-    return len({run.workdir.unit for run in runs}) == 1
+    label = f"train loss near step {shared:,}, the last that all have (mean of steps {first:,} to"
+    losses = [run.series["loss"] for run in runs if "loss" in run.series]
+    if len(losses) < len(runs):
+        return None
+    return f"{label} {shared:,})", [loss.mean(first, shared) for loss in losses]
 
 
 def _ends(runs: Sequence[ComparedRun]) -> Table:
-    """How each run ended; the lowest loss of a row is bold where all are of one unit."""
-    rows: list[list[object]] = []
-
-    def add(label: str, cells: Sequence[str]) -> None:
-        if any(cell != "–" for cell in cells):
-            rows.append([label, *cells])
-
-    def add_losses(label: str, values: Sequence[float]) -> None:
-        cells = [known(value) for value in values]
-        finite = [value for value in values if math.isfinite(value)]
-        if _comparable(runs) and len(set(map(known, finite))) > 1:
-            lowest = known(min(finite))
-            cells = [Markup(f"<b>{cell}</b>") if cell == lowest else cell for cell in cells]
-        add(label, cells)
-
-    def add_metric(label: str, key: str, text: Callable[[Series], str]) -> None:
-        add(label, [text(run.series[key]) if key in run.series else "–" for run in runs])
-
+    """How each run ended."""
     workdirs = [run.workdir for run in runs]
-    add("folder", [str(run.path) for run in workdirs])
-    add("steps", [_steps(run) for run in workdirs])
-    add_metric("tokens", "tokens", lambda series: known(series.last))
-    held_out = [run.series.get("eval/loss") for run in runs]
-    last = [series.last if series else math.nan for series in held_out]
-    best = [series.least if series else math.nan for series in held_out]
-    add_losses("held-out loss, last", last)
-    add_losses("held-out loss, best", best)
-    add_losses("train loss, mean of the last 20 steps", [run.train_loss for run in workdirs])
-    near = near_common_step(workdirs)
-    if near.steps:
-        add_losses(
-            f"train loss near step {near.step:,}, the last that all have (mean of steps"
-            f" {near.steps})",
-            near.values,
-        )
-    add("tokens per second, median", [known(median_speed(run)) for run in workdirs])
-    add("time of all steps", [duration(run.seconds) for run in workdirs])
-    add_metric("model FLOPs utilisation, mean", "mfu", lambda series: percent(series.mean()))
-    add_metric("losses not finite", "loss", lambda series: f"{len(series.bad_steps) or '–'}")
+
+    def of(key: str, text: Callable[[Series], str]) -> list[str]:
+        return [text(run.series[key]) if key in run.series else "–" for run in runs]
+
+    def last(series: Series) -> str:
+        return known(series.last)
+
+    rows = [
+        ("folder", [str(run.path) for run in workdirs]),
+        ("steps", [_steps(run) for run in workdirs]),
+        ("tokens", of("tokens", last)),
+        ("held-out loss, last", of("eval/loss", last)),
+        ("held-out loss, best", of("eval/loss", lambda series: known(series.least))),
+        ("train loss, mean of the last 20 steps", [known(run.train_loss) for run in workdirs]),
+    ]
+    if near := near_common_step(workdirs):
+        rows.append((near[0], [known(loss) for loss in near[1]]))
+    rows += [
+        ("tokens per second, median", [known(median_speed(run)) for run in workdirs]),
+        ("time of all steps", [duration(run.seconds) for run in workdirs]),
+        ("model FLOPs utilisation, mean", of("mfu", lambda series: percent(series.mean()))),
+        ("losses not finite", of("loss", lambda series: f"{len(series.bad_steps) or '–'}")),
+    ]
     for key in sorted({key for run in runs for key in run.series}):
         if key.startswith("eval/") and key.count("/") > 1:  # of lm-eval
-            add_metric(f"{curves.title(key)}, last", key, lambda series: known(series.last))
-    head = ["", *(Markup(_curve(run).swatch + escape(run.name)) for run in runs)]
-    return Table("How they ended", head, rows)
-
-
-def _curve(
-    run: ComparedRun, points: Sequence[tuple[float, float]] = (), look: str = "line"
-) -> Curve:
-    return Curve(run.name, points, run.place % COLORS, look, dashed=run.place >= COLORS)
+            rows.append((f"{curves.title(key)}, last", of(key, last)))
+    head = ["", *(Markup(run.curve().swatch + escape(run.name)) for run in runs)]
+    known_rows = [[label, *cells] for label, cells in rows if {*cells} != {"–"}]
+    return Table("How they ended", head, known_rows)
 
 
 def _steps(run: Workdir) -> str:
@@ -180,83 +155,46 @@ def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
     return warnings
 
 
-def _left_out(runs: Sequence[ComparedRun], zero: Sequence[str]) -> list[str]:
-    """Notes on recorded figures that are not on the page."""
-    notes = []
-    if zero:
-        notes.append(f"Zero at every step of all runs: {', '.join(zero)}.")
-    if any(run.workdir.vectors for run in runs):
-        notes.append("Figures of each layer and expert are on each run's own page.")
-    return notes
-
-
 def _pictures(runs: Sequence[ComparedRun], keys: Sequence[str]) -> str:
-    """Each metric over steps; the losses, which come first, over tokens too, to compare runs with
-    different batch sizes."""
+    """Each metric over steps; the losses over tokens too, to compare runs with different batch
+    sizes."""
     count = sum(key in run.series for run in runs for key in keys) or 1
     points = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // count))
-    with_tokens = [
-        run for run in runs if "tokens" in run.series and run.series["tokens"].finite.size
-    ]
-    losses = [key for key in keys if key in LOSSES]
-    pictures = "".join(_picture(runs, key, runs, "step", points) for key in losses)
-    if len(with_tokens) > 1:
-        for key in losses:
-            pictures += _picture(runs, key, with_tokens, "tokens", points)
+    pictures = ""
     for key in keys:
-        if key not in LOSSES:
-            pictures += _picture(runs, key, runs, "step", points)
+        recorded = [run for run in runs if key in run.series]
+        note = ""
+        if missing := [run.name for run in runs if key not in run.series]:
+            note = f"Not recorded by {', '.join(missing)}."
+        pictures += _picture(recorded, key, "step", points, note)
+        if key in LOSSES and all("tokens" in run.series for run in recorded):
+            pictures += _picture(recorded, key, "tokens", points, note)
     return pictures
 
 
-def _picture(
-    runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun], over: str, points: int
-) -> str:
-    """One metric of all runs that recorded it; `drawn`: the runs that have the axis."""
-    drawn = [run for run in drawn if key in run.series]
-    if not drawn:
-        return ""
+def _picture(runs: Sequence[ComparedRun], key: str, over: str, points: int, note: str) -> str:
+    """One metric of the runs that recorded it."""
     # One width for all: two runs that do the same are drawn the same, whatever their lengths.
     points = curves.STRETCHES if key in curves.SHARES else points
-    width = max(run.series[key].width_for(points) for run in drawn)
-    length = max(len(run.series[key].merged(width).steps) for run in drawn)
-    unit, factor = curves.percent_of(key)
-    lines = []
-    for run in drawn:
-        bins = run.series[key].merged(width)
-        course, places = bins.course(), bins.steps
+    width = max(run.series[key].width_for(points) for run in runs)
+    length = max(len(run.series[key].merged(width).steps) for run in runs)
+    lines, unit = [], ""
+    for run in runs:
+        unit, series = curves.in_unit(key, run.series[key])
+        bins = series.merged(width)
+        course = bins.course()
         if length >= 10 and (key in curves.SMOOTHED or key == "loss"):
             course = curves.smoothed(bins, length)
         if over == "tokens":
             tokens = run.series["tokens"]
-            places = np.interp(places, tokens.steps, tokens.good).tolist()
-        values = [(place, value * factor) for place, (_, value) in zip(places, course, strict=True)]
-        dotted = key == "eval/loss" and run.place < COLORS and len(values) <= 64
-        lines.append(_curve(run, values, "dots" if dotted else "line"))
-    ends = [place for line in lines for place, _ in line.points if math.isfinite(place)]
-    if not ends:
-        return ""
-    y_range, log = curves.axis_range(lines, zero=key in curves.FROM_ZERO)
-    title, bad, notes = curves.title(key), [], []
+            places = np.interp(bins.steps, tokens.steps, tokens.good).tolist()
+            course = [(place, value) for place, (_, value) in zip(places, course, strict=True)]
+        lines.append(run.curve(course))
+    title, bad = f"{curves.title(key)} over {over}", []
     if over == "step":
-        bad = curves.bad_steps(*(run.series[key] for run in drawn))
-    else:
-        title += f" over {over}"
-    if missing := [run.name for run in runs if key not in run.series]:
-        notes.append(f"Not recorded by {', '.join(missing)}.")
-    if key in LOSSES and not _comparable(drawn):
-        notes.append("The units differ: these curves cannot be compared.")
-    return Chart(
-        title,
-        lines,
-        (min(ends), max(ends)),
-        y_range,
-        log,
-        unit=unit,
-        over=over,
-        note=" ".join(notes),
-        bad_steps=bad,
-    ).draw()
+        title, bad = curves.title(key), curves.bad_steps(*(run.series[key] for run in runs))
+    zero = key in curves.FROM_ZERO
+    return Chart(title, lines, zero=zero, unit=unit, over=over, note=note, bad_steps=bad).draw()
 
 
 def _differences(runs: Sequence[ComparedRun], trees: Sequence[dict]) -> list[Table]:

@@ -11,8 +11,7 @@ from made_run import checked
 from zaya_jax.config import UserError
 from zaya_jax.report import svg
 from zaya_jax.report.document import Page, Section, Table, write_page
-from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import Chart, Curve, HeatMap, Scale
+from zaya_jax.report.svg import Chart, Curve, HeatMap
 from zaya_jax.report.text import Markup, byte_size, duration, escape, number, percent
 
 
@@ -78,14 +77,10 @@ def test_a_table_is_markdown_and_html():
     assert title == "### T <1>"
     assert lines[:3] == ["| name     | value |", "| -------- | ----: |", r"| a\|b c   |     1 |"]
     assert len({len(line) for line in lines}) == 1 and "\x1b" not in lines[3] and "[2J" in lines[3]
-    assert (
-        "<h3>T &lt;1&gt;</h3>" in TABLE.html() and "<b>x</b></th><td>&lt;i&gt;</td>" in TABLE.html()
-    )
-    assert (
-        Table("f", ["k"], [["v"]], folded=False)
-        .html()
-        .startswith("<details open><summary>f (1)</summary>")
-    )
+    folded = Table("f", ["k"], [["v"]], folded=False)
+    page = Page("D", sections=[Section("S", tables=[TABLE, folded])]).html()
+    assert "<h3>T &lt;1&gt;</h3>" in page and "<b>x</b></th><td>&lt;i&gt;</td>" in page
+    assert "<details open><summary>f (1)</summary>" in page
 
 
 def test_a_document_leaves_out_sections_without_content():
@@ -125,37 +120,41 @@ def parsed(picture):
 
 def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 2.0), (5, math.nan), (6, 1.0), (7, 1.0)]
-    figure = parsed(Chart("t", [Curve("l", points)], (1, 7), (1, 2), bad_steps=[3, 5]))
-    assert len(figure.findall(".//polyline")) == 2
-    assert len(figure.findall(".//circle[@class='alone c0']")) == 1
+    figure = parsed(Chart("t", [Curve("l", points)], bad_steps=[3, 5]))
+    lines = [line.get("points").split() for line in figure.findall(".//polyline")]
+    # Each begins with its first point twice, so that a line of one point is a dot.
+    assert [len(line) - 1 for line in lines] == [2, 1, 2] and lines[1][0] == lines[1][1]
     marks = [t.text for t in figure.findall(".//g[@class='bad']/title")]
     assert marks == ["not finite at step 3", "not finite at step 5"]
 
 
 def test_points_lie_at_their_values():
     values = [(1, 5.4321), (50, 1.2345), (100, 1.6543)]
-    figure = parsed(Chart("t", [Curve("l", values)], (1, 100), (1, 6)))
-    pairs = [map(float, p.split(",")) for p in figure.find(".//polyline").get("points").split()]
-    for (px, py), (step, value) in zip(pairs, values, strict=True):
-        assert px == pytest.approx(
-            svg.LEFT + (step - 1) / 99 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.06
-        )
-        assert py == pytest.approx(svg.FLOOR + (value - 1) / 5 * (svg.TOP - svg.FLOOR), abs=0.06)
+    figure = parsed(Chart("t", [Curve("l", values)]))
+    _, *pairs = figure.find(".//polyline").get("points").split()
+    across, up = zip(*(map(float, pair.split(",")) for pair in pairs), strict=True)
+    width = svg.WIDTH - svg.RIGHT - svg.LEFT
+    assert across == pytest.approx([svg.LEFT + (s - 1) / 99 * width for s, _ in values], abs=0.06)
+    part = (values[2][1] - values[1][1]) / (values[0][1] - values[1][1])
+    assert svg.TOP < up[0] < up[2] < up[1] < svg.FLOOR
+    assert (up[1] - up[2]) / (up[1] - up[0]) == pytest.approx(part, abs=0.001)
 
 
-def rectangles(figure):
-    """{colour: how many}"""
+def rectangles(cells, scale):
+    """{colour and opacity: how many}"""
+    heat_map = HeatMap("t", [1, 2, 3], np.array(cells), scale, (1, 3), ("0", "1"))
     return {
-        p.get("class"): p.get("d").count("M") for p in figure.findall(".//g[@class='cells']/path")
+        (path.get("class"), path.get("opacity")): path.get("d").count("M")
+        for path in parsed(heat_map).findall(".//g[@class='cells']/path")
     }
 
 
 def test_a_heat_map_covers_its_cells():
-    cells = np.array([[0.0, 0.0, 1.0], [0.5, math.nan, 0.5]])
-    figure = parsed(HeatMap("t", [1, 2, 3], cells, Scale(0, 1), (1, 3), "layer", ("0", "1")))
+    cells = [[0.0, 0.0, 1.0], [0.5, math.nan, 0.5]]
     # Two equal neighbours are one rectangle; the hole stays open.
-    assert rectangles(figure) == {"s0": 1, f"s{LEVELS // 2}": 2, f"s{LEVELS - 1}": 1}
-    empty = parsed(
-        HeatMap("t", [7], np.array([[math.nan]]), Scale(0, 1), (7, 7), "layer", ("0", "1"))
-    )
-    assert rectangles(empty) == {}
+    assert rectangles(cells, (0, 1)) == {("c3", "0.06"): 1, ("c3", "0.53"): 2, ("c3", "1.00"): 1}
+    assert rectangles([[math.nan] * 3], (0, 1)) == {}
+    # Away from zero two colours; beyond the ends the darkest.
+    signed = rectangles([[-9.0, 1.0, 0.0]], (-2, 2))
+    assert signed == {("c0", "1.00"): 1, ("c1", "0.53"): 1, ("c1", "0.06"): 1}
+    assert rectangles([[-4.0, 1.0, 1.0]], (-4, 1)) == {("c0", "1.00"): 1, ("c1", "0.29"): 1}

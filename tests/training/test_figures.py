@@ -249,7 +249,7 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
     assert asked and all(setting(key) is not None for key in asked), asked
     assert all(
         f"<figcaption>{title}<" in source
-        for title in ("Loss", "Copy", "Whole save", "Gradient norm by group")
+        for title in ("Loss", "Seconds of a save", "Gradient norm by group")
     )
     written = [*found.series, *found.vectors]
     assert [

@@ -206,11 +206,8 @@ def phases(story: Rehearsal) -> None:
     )
     losses = {name: figures(run.folder / name, "loss") for name in ("hurt", "calm")}
     lines = [Curve("with accidents", losses["hurt"], 0), Curve("without", losses["calm"], 1)]
-    values = [value for line in lines for _, value in line.points]
     marks = [outcome.step for outcome in run.outcomes]
-    picture = Chart(
-        "Training loss", lines, (0, last), (0, max(values)), bad_steps=marks, bad="an accident"
-    )
+    picture = Chart("Training loss", lines, bad_steps=marks, bad="an accident", zero=True)
     rows = [
         [o.fault, o.step, f"{o.found:.1f} s", f"{o.recovered:.1f} s", o.cause] for o in run.outcomes
     ]
@@ -338,17 +335,14 @@ def evaluation(story: Rehearsal) -> None:
             gained = before[name] - after[name]
             gain = f"{before[name]:.3f} → {after[name]:.3f}"
             story.promise(f"{phase} improves {name} by {least} nats", gained >= least, gain)
-    rows, lines, top = [], [], 0.0
+    rows, lines = [], []
     for name in (*TEXTS, *names):
         values = [figures[name] for figures in figures_of.values()]
         rows.append([name, *(f"{value:.3f}" for value in values)])
         if name in TEXTS:
             lines.append(Curve(name, [*enumerate(values)], len(lines)))
-            top = max(top, *values)
     ticks = [*enumerate(figures_of)]
-    picture = Chart(
-        "Held-out loss after each phase", lines, (0, 3), (0, top), over="phase", named=ticks
-    )
+    picture = Chart("Held-out loss after each phase", lines, zero=True, over="phase", named=ticks)
     text = "Losses in nats per token; tasks as shares of right answers among four."
     table = Table("After each phase", ("figure", *figures_of), rows)
     story.tell("Evaluation", text, tables=[table], pictures=picture.draw(), notes=notes)

@@ -5,7 +5,8 @@ Markdown and a page.
     document.markdown()                for a terminal too, and for files next to the page
     write_page(target, document.html)  one HTML file without scripts, for any browser
 
-Callers pass rows of text; `svg` draws the pictures, which only the page has.
+Callers pass rows of text; `svg` draws the pictures, which only the page has. `page.html` is the
+page, `page.css` how it looks.
 """
 
 import dataclasses
@@ -15,19 +16,28 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jinja2
+
 from zaya_jax.cluster import events
 from zaya_jax.config import UserError, files
-from zaya_jax.report.style import style_sheet
-from zaya_jax.report.text import escape, wrapped
+from zaya_jax.report.text import escape
 
+FOLDER = pathlib.Path(__file__).parent
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(FOLDER),
+    autoescape=True,
+    finalize=escape,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 Tile = tuple[str, str, str]  # a headline figure: its name, its value, a remark
 OPEN_ROWS = 24  # a longer table starts folded
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; the first cell names its row. `look`: num or code, as `style`
-    has them."""
+    """Rows of cells under a title; the first cell names its row. `look`: num or code, as the
+    style sheet has them."""
 
     title: str
     head: Sequence[object]
@@ -49,22 +59,6 @@ class Table:
         for name, *cells in lines:
             text += f"| {' | '.join([name.ljust(first), *map(align, cells, others)])} |\n"
         return text
-
-    def html(self) -> str:
-        """The table on a page: a card, or a fold; a wide one scrolls."""
-        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
-        rows = ""
-        for name, *cells in self.rows:
-            values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            rows += f'<tr><th scope="row">{escape(name)}</th>{values}</tr>'
-        table = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-        content = wrapped('<p class="note">', escape(self.note), "</p>")
-        content += f'<div class="scroll"><table class="{self.look}">{table}</table></div>'
-        if self.folded is None:
-            return f'<div class="card"><h3>{escape(self.title)}</h3>{content}</div>\n'
-        start = "<details>" if self.folded else "<details open>"
-        summary = escape(f"{self.title} ({len(self.rows):,})")
-        return f"{start}<summary>{summary}</summary>{content}</details>\n"
 
 
 def _markdown_cell(cell: object) -> str:
@@ -95,16 +89,6 @@ class Section:
         parts += [table.markdown() for table in self.tables]
         return "\n".join([*parts, *map("- {}".format, self.notes)])
 
-    def html(self) -> str:
-        """Its words, figures, pictures and tables."""
-        text = wrapped("<p>", escape(self.text), "</p>")
-        grid = wrapped('<div class="grid2">', self.pictures, "</div>")
-        tables = "".join(table.html() for table in self.tables)
-        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
-        notes = wrapped("<ul>", notes, "</ul>")
-        content = f"{text}{_tiles(self.tiles)}{grid}{tables}{notes}{self.below}"
-        return f"<section><h2>{escape(self.title)}</h2>{content}</section>\n"
-
 
 @dataclasses.dataclass(frozen=True)
 class Page:
@@ -126,28 +110,7 @@ class Page:
 
     def html(self) -> str:
         """One page, complete in itself, light or dark as the reader has it."""
-        kind = wrapped(" <span>", escape(self.kind), "</span>")
-        about = wrapped('<p class="sub">', escape(self.about), "</p>")
-        warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self.warnings)
-        warnings = wrapped('<div class="warn">', warnings, "</div>")
-        header = f"<h1>{escape(self.title)}{kind}</h1>{about}{_tiles(self.tiles)}{warnings}"
-        body = "".join(section.html() for section in self.sections if section)
-        window = escape(f"{self.title} {self.kind}".strip())
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{window}</title><style>{style_sheet()}</style></head>\n<body><main>\n"
-            f"<header>{header}</header>\n{body}"
-            f"<footer>{escape(self.footer)}</footer>\n</main></body></html>\n"
-        )
-
-
-def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = ""
-    for name, value, remark in tiles:
-        cells += f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
-        cells += f"<dd>{escape(remark)}</dd></div>"
-    return wrapped('<dl class="tiles">', cells, "</dl>")
+        return _TEMPLATES.get_template("page.html").render(page=self)
 
 
 def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""Pictures of the experts' load: balance, skipped tokens, single layers, shares at the end.
+"""Pictures of the experts' load: balance, skipped tokens, single layers, all layers at the end.
 
 `load` is [L, E+1] with the skip class last, shares of all real tokens. Balance is the paper's
 health figure: the entropy of the shares over the E experts alone, divided by its greatest value ln
@@ -8,63 +8,57 @@ E; 1 is an even load.
 import numpy as np
 
 from zaya_jax.report.curves import list_map
-from zaya_jax.report.document import Section, Table
+from zaya_jax.report.document import Section
 from zaya_jax.report.read import Series, Workdir
-from zaya_jax.report.svg import HeatMap, Scale, columns
+from zaya_jax.report.svg import HeatMap, columns
 from zaya_jax.report.text import counted, percent
 
-TABLE_EXPERTS = 64  # above this the shares at the end are in the pictures alone
-FAIR = Scale(0.25, 4.0, "d", log=True)
+# Powers of two of an even share.
+FAIR, FAIR_ENDS = (-2.0, 2.0), ("¼", "4 × an even share")
 
 
 def experts_section(run: Workdir) -> Section:
     """Expert load; empty if the run recorded neither load nor its entropy."""
     load, entropy = run.vectors.get("load"), run.vectors.get("load_entropy")
-    if load and not entropy:
-        entropy = Series(load.steps, entropies(load.good))
-    pictures = ""
-    if entropy:
-        pictures += _balance_map(run, entropy)
-    pictures += list_map(run, "skip_share")
-    if not load or not entropy:
-        text = "Normalised load entropy: 1 is an even load."
-        return Section("Expert load", text, pictures=pictures)
-    layers, classes = load.shape
-    experts = classes - 1  # the last class is the skip class
+    pictures = list_map(run, "skip_share")
+    if not entropy:
+        return Section("Expert load", pictures=pictures)
+    pictures = _balance_map(run, entropy) + pictures
+    if not load:
+        return Section(
+            "Expert load", "Normalised load entropy: 1 is an even load.", pictures=pictures
+        )
+    layers, experts = load.shape[0], load.shape[1] - 1  # the last class is the skip class
     least_balanced = int(np.nan_to_num(entropy.good, nan=1.0).mean(0).argmin())
     bins = load.coarse(columns(experts))
     for layer in sorted({0, layers // 2, layers - 1, least_balanced}):
-        title, ends = f"Experts of layer {layer}", ("¼", "4 × an even share")
-        shares = fair_shares(bins.means[:, layer])
-        pictures += HeatMap(title, bins.steps, shares.T, FAIR, run.steps, "expert", ends).draw()
-    end, recorded = load.end()
-    tables = [_shares(end, recorded)] if experts <= TABLE_EXPERTS else []
-    return Section("Expert load", _summary(end), tables, pictures=pictures)
+        title, cells = f"Experts of layer {layer}", _fair_shares(bins.means[:, layer]).T
+        pictures += HeatMap(title, bins.steps, cells, FAIR, run.steps, FAIR_ENDS).draw()
+    end = load.end()
+    pictures += HeatMap(
+        "Experts of all layers at the end",
+        range(experts),
+        _fair_shares(end),
+        FAIR,
+        (-0.5, experts - 0.5),
+        FAIR_ENDS,
+        "A mean over the last twentieth of the recorded steps, by layer.",
+        over="expert",
+    ).draw()
+    return Section("Expert load", _summary(end, entropy.end()), pictures=pictures)
 
 
-def entropies(load: np.ndarray) -> np.ndarray:
-    """Normalised load entropy over the experts, of loads [..., E+1]; NaN where no token was
-    routed."""
+def _fair_shares(load: np.ndarray) -> np.ndarray:
+    """Each expert's share of the routed tokens, as a power of two of an even share; NaN where no
+    token was routed."""
     routed = load[..., :-1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        shares = routed / routed.sum(-1, keepdims=True)
-        entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(-1)
-        return entropy / np.log(max(2, routed.shape[-1]))
+    even = routed.mean(-1, keepdims=True)
+    shares = np.divide(routed, even, out=np.full_like(routed, np.nan), where=even > 0)
+    return np.log2(np.maximum(shares, 1e-9))
 
 
-def fair_shares(load: np.ndarray) -> np.ndarray:
-    """Each expert's share of the routed tokens in multiples of an even share; 0 where no token was
-    routed."""
-    routed = load[..., :-1]
-    total = routed.sum(-1, keepdims=True)
-    return np.divide(
-        routed * routed.shape[-1], total, out=np.zeros_like(routed) + 0 * total, where=total > 0
-    )
-
-
-def _summary(end: np.ndarray) -> str:
-    entropy, skip = entropies(end), end[:, -1]
-    parts = []
+def _summary(end: np.ndarray, entropy: np.ndarray) -> str:
+    parts, skip = [], end[:, -1]
     if np.isfinite(entropy).any():
         worst, best = int(np.nanargmin(entropy)), int(np.nanargmax(entropy))
         least, most = f"{entropy[worst]:.3f}", f"{entropy[best]:.3f}"
@@ -93,22 +87,8 @@ def _balance_map(run: Workdir, entropy: Series) -> str:
         "Balance of each layer",
         bins.steps,
         bins.means.T,
-        Scale(low, 1.0, "r"),
+        (1.0, low),
         run.steps,
-        "layer",
-        (f"≤ {low:.2f}" if low else "0", "1, even"),
+        ("1, even", f"≤ {low:.2f}" if low else "0"),
         "Normalised load entropy over the experts, by layer.",
     ).draw()
-
-
-def _shares(end: np.ndarray, steps: int) -> Table:
-    """Layer by expert: the last shares as numbers."""
-
-    rows = []
-    for layer, (shares, entropy) in enumerate(zip(end, entropies(end), strict=True)):
-        cells = [f"{100 * share:.1f}" if np.isfinite(share) else "–" for share in shares]
-        cells.append(f"{entropy:.3f}" if np.isfinite(entropy) else "–")
-        rows.append([str(layer), *cells])
-    when = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
-    head = ["layer", *map(str, range(end.shape[1] - 1)), "skip", "entropy"]
-    return Table(f"Shares at the {when}", head, rows, "num narrow", "Percent of all tokens.")

@@ -40,9 +40,9 @@ class Bins:
     low: np.ndarray
     high: np.ndarray
 
-    def course(self, factor: float = 1.0) -> list[tuple[float, float]]:
+    def course(self) -> list[tuple[float, float]]:
         """The means as points of a curve."""
-        return list(zip(self.steps, (self.means * factor).tolist(), strict=True))
+        return list(zip(self.steps, self.means.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Series:
     @property
     def least(self) -> float:
         """The least finite number; NaN without one."""
-        return float(np.fmin.reduce(self.good))
+        return float(np.fmin.reduce(self.good, axis=None))
 
     @property
     def greatest(self) -> float:
         """The greatest finite number; NaN without one."""
-        return float(np.fmax.reduce(self.good))
+        return float(np.fmax.reduce(self.good, axis=None))
 
     def width_for(self, most: int) -> int:
         """The least width of a bin in steps, a power of two, with which there are at most `most`."""
@@ -128,12 +128,10 @@ class Series:
         """At most `most` bins, as narrow as that allows."""
         return self.merged(self.width_for(most))
 
-    def end(self, share: float = 0.05) -> tuple[np.ndarray, int]:
-        """The mean over the last `share` of the recorded steps, NaN where no value is finite; and how
-        many steps these are."""
-        recorded = math.ceil(share * len(self.steps))
-        mean = np.ma.masked_invalid(self.good[-recorded:]).mean(axis=0)
-        return mean.filled(np.nan), recorded
+    def end(self) -> np.ndarray:
+        """The mean over the last twentieth of the recorded steps, NaN where no value is finite."""
+        last = self.good[-math.ceil(len(self.steps) / 20) :]
+        return np.ma.masked_invalid(last).mean(axis=0).filled(np.nan)
 
 
 @dataclasses.dataclass
@@ -263,7 +261,7 @@ def _read_metrics(
 
     A last line without its end is being written, and waits for the next time.
     """
-    steps: set[int] = set()
+    recorded: set[int] = set()
     columns: dict[str, Column] = {}
     unreadable, odd = 0, set[str]()
     with path.open("rb", 1 << 20) as file:
@@ -271,65 +269,44 @@ def _read_metrics(
             record = _record(line)
             if record is not None:
                 step = int(record.pop("step"))
-                steps.add(step)
-                _take(step, record, columns, odd)
+                recorded.add(step)
+                for key, value in record.items():
+                    row = _row(value)
+                    fresh = row.shape, array.array("q"), array.array("d")
+                    shape, steps, values = columns.setdefault(key, fresh)
+                    if row.size and row.shape == shape:
+                        steps.append(step)
+                        values.extend(row.flat)
+                    else:
+                        odd.add(key)
             elif line.strip() and line.endswith(b"\n"):
                 unreadable += 1
-    if not steps:
+    if not recorded:
         omissions.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
         omissions.append(f"Left out of metrics.jsonl: {counted(unreadable, 'unreadable line')}.")
     if odd:
         keys = ", ".join(sorted(odd)[:8])
         omissions.append(
-            f"Left out of {keys}: lists that are not numbers, or have another shape than the first"
-            " one."
+            f"Left out of {keys}: what is not numbers, or has another shape than the first one."
         )
     numbers: dict[str, Series] = {}
     arrays: dict[str, Series] = {}
     for key in list(columns):
         # Its memory is free as soon as the series is made.
         shape, at_steps, values = columns.pop(key)
-        series = Series.of(at_steps, np.asarray(values).reshape(-1, *shape))
-        if shape:
-            arrays[key] = series
-        else:
-            numbers[key] = series
-    return np.array(sorted(steps), int), numbers, arrays
+        if at_steps:
+            series = Series.of(at_steps, np.asarray(values).reshape(-1, *shape))
+            (arrays if shape else numbers)[key] = series
+    return np.array(sorted(recorded), int), numbers, arrays
 
 
-def _take(step: int, record: dict, columns: dict[str, Column], odd: set[str]) -> None:
-    """Takes in one step; adds the keys whose lists are of no use to `odd`."""
-    for key, value in record.items():
-        shape: tuple[int, ...] = ()
-        if value is None and key == "loss":  # strict JSON writers put null for NaN
-            value = math.nan
-        if isinstance(value, int | float):
-            numbers = [value]
-        elif isinstance(value, list):
-            row = _row(value)
-            if row is None:
-                odd.add(key)
-                continue
-            shape, numbers = row.shape, row.ravel().tolist()
-        else:
-            continue
-        fresh = shape, array.array("q"), array.array("d")
-        first_shape, steps, values = columns.setdefault(key, fresh)
-        if shape == first_shape:
-            steps.append(step)
-            values.extend(numbers)
-        else:
-            odd.add(key)
-
-
-def _row(value: list) -> np.ndarray | None:
-    """One step's array; None where it is none."""
+def _row(value: object) -> np.ndarray:
+    """One step's number or array, None in it as NaN; an empty one where it is none."""
     try:
-        row = np.asarray(value, dtype=np.float64)  # None becomes NaN
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return row if row.size else None
+        return np.asarray(value, dtype=np.float64)
+    except (ValueError, TypeError):
+        return np.empty(0)
 
 
 def _record(line: bytes) -> dict | None:
@@ -339,9 +316,9 @@ def _record(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step <= LAST_STEP:
-        return None
-    return record if step == int(step) else None
+    return (
+        record if isinstance(step, float) and 0 <= step <= LAST_STEP and step.is_integer() else None
+    )
 
 
 def _json_object(path: pathlib.Path, omissions: list[str]) -> dict:

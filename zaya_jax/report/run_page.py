@@ -1,13 +1,12 @@
-"""The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample,
-numbers, config.
+"""The page of one run, `report.html`: headline figures, curves, expert load, agent, sample, numbers,
+config.
 
 It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
 marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
-`device` among them), a fork's lineage.json, checkpoint_times.jsonl and a supervised run's
-aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data, the expert load and the
-held-out losses are known by name. Any other number in metrics.jsonl gets a curve under its own
-name, `prefix/name` metrics share one picture per prefix, and lists of one number per layer become
-heat maps.
+`device` among them), a fork's lineage.json and a supervised run's aegis/events*.jsonl. Only `loss`,
+the step times, the time waiting for data, the expert load and the held-out losses are known by
+name. Any other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share
+one picture per prefix, and lists of one number per layer become heat maps.
 """
 
 import json
@@ -75,11 +74,9 @@ def _tiles(run: Workdir) -> list[Tile]:
         if best.size and best[0] != held_out.steps[-1]:
             remark += f"; best {held_out.least:.4g} at step {best[0]:,}"
         tiles.append(("Held-out loss", number(held_out.last), remark))
-    if loss := run.series.get("loss"):
+    if "loss" in run.series:
         averaged = len(run.last_losses)
         remark = f"{run.unit}, mean of last {averaged} steps" if averaged > 1 else run.unit
-        if not math.isfinite(loss.last):
-            remark = f"not finite at step {loss.steps[-1]:,}"
         tiles.append(("Train loss", number(run.train_loss), remark))
     tiles.append(("Steps", f"{run.last_step:,}", progress(run)))
     if tokens := run.series.get("tokens"):
@@ -140,16 +137,9 @@ def _numbers(run: Workdir) -> Section:
     """A table of all metrics: the pictures in numbers."""
     rows = []
     for key, series in sorted(run.series.items()):
-        rows.append(
-            [
-                key,
-                number(series.last, 5),
-                f"{series.steps[-1]:,}",
-                known(series.least),
-                known(series.greatest),
-                f"{len(series.bad_steps) or '–'}",
-            ]
-        )
+        extremes = known(series.least), known(series.greatest)
+        bad = f"{len(series.bad_steps) or '–'}"
+        rows.append([key, number(series.last, 5), f"{series.steps[-1]:,}", *extremes, bad])
     head = ("metric", "last", "at step", "lowest", "highest", "not finite")
     table = Table("All metrics", head, rows, folded=len(rows) > OPEN_ROWS)
     return Section("Numbers", tables=[table] if rows else [])
@@ -158,23 +148,26 @@ def _numbers(run: Workdir) -> Section:
 def _config(run: Workdir) -> Section:
     """The recorded config: first the keys that differ from the defaults, then all; at last where
     the run took place."""
-    defaults = dict(flat(config_module.to_dict(config_module.Config())))
-    recorded = list(flat(run.config))
+    defaults = _leaves(config_module.to_dict(config_module.Config()))
+    recorded, environment = _leaves(run.config), _leaves(run.environment)
     tables, changed = [], []
-    for key, value in recorded:
-        if key not in defaults:
-            changed.append([key, value_text(value), "–"])
-        elif not _same(value, defaults[key]):
-            changed.append([key, value_text(value), value_text(defaults[key])])
+    for key, value in recorded.items():
+        default = defaults.get(key, "–")
+        if value != default:
+            changed.append([key, value, default])
     if recorded:
         head = ("key", "value", "default")
         title = "Differences from the defaults"
         tables.append(Table(title, head, changed, "code", folded=False))
-    for title, pairs in (("All keys", recorded), ("Environment", flat(run.environment))):
-        rows = [[key, value_text(value)] for key, value in pairs]
-        if rows:
-            tables.append(Table(title, ("key", "value"), rows, "code", folded=True))
+    for title, leaves in (("All keys", recorded), ("Environment", environment)):
+        if leaves:
+            tables.append(Table(title, ("key", "value"), [*leaves.items()], "code", folded=True))
     return Section("Config", tables=tables)
+
+
+def _leaves(tree: dict) -> dict[str, str]:
+    """By their keys, as people read them."""
+    return {key: value_text(value) for key, value in flat(tree)}
 
 
 def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -189,21 +182,9 @@ def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield f"{prefix}{key}", item
 
 
-def _same(value: object, default: object) -> bool:
-    """Equal as a config takes it: 1 is 1.0, but not true."""
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
 def value_text(value: object) -> str:
     """A config's value as people read it."""
-    if isinstance(value, float):
-        short = f"{value:g}"
-        return short if float(short) == value else repr(value)
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):
-        return f"{len(value)} × {json.dumps(value[0], ensure_ascii=False)}"
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 SECTIONS = (
@@ -212,7 +193,6 @@ SECTIONS = (
     expert_load.experts_section,
     curves.optimiser_section,
     curves.speed_section,
-    curves.saves_section,
     supervised.supervised_section,
     curves.other_section,
     _sample,

@@ -13,20 +13,19 @@ from zaya_jax.aegis.accounts import LABELS, Account
 from zaya_jax.cluster import events
 from zaya_jax.report.document import Section, Table, Tile
 from zaya_jax.report.read import Workdir
-from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, value_axis
-from zaya_jax.report.text import UNITS, duration, escape, percent, wrapped
+from zaya_jax.report.svg import HeatMap
+from zaya_jax.report.text import UNITS, duration, percent
 
 BINS = 96  # columns of the timeline
-# Bands of the drawing: label, its uses, the colour's class. The first lies at the bottom.
-GROUPS = (
-    ("training", ("step",), 2),
-    ("starting, compiling, ending", ("start", "compile", "end"), 3),
-    ("evaluating", ("evaluate",), 0),
-    ("saving", ("save",), 6),
-    ("done again", ("recomputed",), 4),
-    ("lost to faults", ("undetected", "stopping", "recovering"), 1),
-    ("not recorded", ("unrecorded",), 7),
-)
+ROWS = {  # of the timeline, and the uses of each
+    "training": ("step",),
+    "starting": ("start", "compile", "end"),
+    "evaluate": ("evaluate",),
+    "saving": ("save",),
+    "again": ("recomputed",),
+    "faults": ("undetected", "stopping", "recovering"),
+    "unknown": ("unrecorded",),
+}
 INTRO = (
     "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of"
     " the supervised time that went to steps whose updates are in the run."
@@ -45,7 +44,6 @@ HEAD = (  # of the causes
     "recovered in",
 )
 MOST_ROWS = 40
-MOST_MARKS = 500  # of interruptions, above the timeline
 
 
 def supervised_section(run: Workdir) -> Section:
@@ -66,8 +64,9 @@ def account_tables(account: Account) -> list[Table]:
             uses.append([LABELS[use], duration(seconds), percent(seconds / whole)])
     uses.append(["together", duration(whole), percent(1.0)])
     tables = [Table("Where the time went", ("use", "time", "share"), uses)]
-    causes = [
-        [
+    causes = []
+    for row in accounts.by_cause(account):
+        cells = [
             row.label,
             row.group,
             f"{row.count:,}",
@@ -76,8 +75,7 @@ def account_tables(account: Account) -> list[Table]:
             " / ".join(map(duration, row.detect)),
             " / ".join(map(duration, row.recover)),
         ]
-        for row in accounts.by_cause(account)
-    ]
+        causes.append(cells)
     if causes:
         note = RECOVERED
         if len(causes) > MOST_ROWS:
@@ -103,55 +101,35 @@ def _tiles(account: Account) -> list[Tile]:
 
 
 def timeline(account: Account) -> str:
-    """Columns of equal time, split by use; marks above them are interruptions."""
+    """Columns of equal time: the share of each that every use had."""
     whole = account.end - account.begin
     unit, scale = next((unit for unit in UNITS if whole >= 2 * unit[1]), UNITS[-1])
-    x = Axis(0.0, whole / scale, LEFT, WIDTH - RIGHT)
-    y = Axis(0.0, 100.0, FLOOR, TOP)
-    bars = marks = legend = ""
-    wide = (WIDTH - RIGHT - LEFT) / BINS
-    shares = binned(account, BINS)
-    tops = y.start + shares.cumsum(axis=1) * (y.end - y.start)
-    totals, words = account.totals, []
-    for group, (label, uses, color) in enumerate(GROUPS):
-        path = ""
-        for column in np.flatnonzero(shares[:, group] > 0):
-            high = shares[column, group] * (y.start - y.end)
-            left, top = f"{LEFT + wide * column:.2f}", f"{tops[column, group]:.1f}"
-            path += f"M{left} {top}h{wide:.2f}v{high:.1f}h-{wide:.2f}z"
-        bars += wrapped(f'<path class="bar c{color}" d="', path, '"/>')
-        share = percent(sum(totals[use] for use in uses) / max(account.supervised, 1e-9))
-        legend += f'<li><i class="key dots c{color}"></i>{escape(label)} <b>{share}</b></li>'
-        words.append(f"{label} {share}")
-    for cause in account.faults[-MOST_MARKS:]:
-        place = x((cause.event.time - account.begin) / scale)
-        marks += _mark(place, f"{cause.label}: {duration(cause.lost)} lost")
-    if marks:
-        legend += '<li><i class="key bad">▾</i>interruption</li>'
-    svg = f'{value_axis(y, " %")}<g class="cells">{bars}</g>{marks}{lower_axis(x, FLOOR, unit)}'
-    note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
-    return figure("Timeline", legend, svg, describe="; ".join(words), note=note)
+    middles = (np.arange(BINS) + 0.5) / BINS * whole / scale
+    return HeatMap(
+        "Timeline",
+        middles.tolist(),
+        binned(account),
+        (0.0, 1.0),
+        (0.0, whole / scale),
+        ("0 %", "100 % of the time"),
+        f"A column is {duration(whole / BINS)}; in one without colour nothing was supervised.",
+        list(ROWS),
+        unit,
+    ).draw()
 
 
-def _mark(px: float, words: str) -> str:
-    return (
-        f'<g class="bad"><title>{escape(words)}</title><path d="M{px - 3.5:.1f} {TOP - 9}h7l-3.5'
-        ' 7z"/></g>'
-    )
-
-
-def binned(account: Account, bins: int) -> np.ndarray:
-    """[bins, GROUPS]: shares of each column's time; the rest to 1 is time without an agent."""
+def binned(account: Account) -> np.ndarray:
+    """[ROWS, BINS]: shares of each column's time; NaN where there are none."""
     whole = account.end - account.begin
-    group_of = {use: group for group, (_, uses, _) in enumerate(GROUPS) for use in uses}
-    shares, columns = np.zeros((bins, len(GROUPS))), np.arange(bins)
+    row_of = {use: row for row, uses in enumerate(ROWS.values()) for use in uses}
+    shares, columns = np.zeros((len(ROWS), BINS)), np.arange(BINS)
     for piece in account.spans:
-        if piece.use in group_of:
-            first = (piece.begin - account.begin) / whole * bins
-            last = first + piece.seconds / whole * bins
+        if piece.use in row_of:
+            first = (piece.begin - account.begin) / whole * BINS
+            last = first + piece.seconds / whole * BINS
             inside = np.minimum(last, columns + 1) - np.maximum(first, columns)
-            shares[:, group_of[piece.use]] += np.maximum(inside, 0.0)
-    return np.minimum(shares, 1.0)
+            shares[row_of[piece.use]] += np.maximum(inside, 0.0)
+    return np.where(shares > 0, shares, np.nan)
 
 
 def account_text(account: Account | None) -> str:

@@ -11,14 +11,17 @@ CONTROLS |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is HTML already, for templates too."""
+
+    def __html__(self) -> str:
+        return self
 
 
 def escape(text: object) -> Markup:
     """Text made safe for HTML, with control characters shown as their symbols; markup stays as it
     is."""
-    if isinstance(text, Markup):
-        return text
+    if hasattr(text, "__html__"):
+        return Markup(text)
     return Markup(html.escape(str(text).translate(CONTROLS), quote=True))
 
 
