@@ -144,7 +144,7 @@ def sizing(story: Rehearsal) -> None:
     story.program(
         "experiments.characterize", "matmul", f"--out={story.out / 'host'}", "--seconds=0.02"
     )
-    planned = story.program("experiments.plan", f"--out={story.out / 'plan'}")
+    story.program("experiments.plan", f"--out={story.out / 'plan'}")
     story.program(
         "experiments.compile",
         *story.training,
@@ -152,18 +152,8 @@ def sizing(story: Rehearsal) -> None:
         "--phase=midtrain",
         f"--out={story.out / 'compile'}",
     )
-    first = planned[planned.index("\n|") + 1 :].split("\n\n")[0].splitlines()  # the first table
-
-    def cells(line: str) -> list[str]:
-        return [cell.strip() for cell in line.split("|")[1:-1]]
-
-    head, _, *rows = map(cells, first)
-    tables = [Table("ZAYA1 on 1,024 MI300X, planned", head, rows)]
-    story.tell(
-        "Sizing",
-        "plan/plan.html, compile/compile.html and host/matmul.html have all figures.",
-        tables=tables,
-    )
+    note = "All figures are in plan/plan.html, compile/compile.html and host/matmul.html."
+    story.tell("Sizing", "", notes=[note])
 
 
 def phases(story: Rehearsal) -> None:
@@ -300,14 +290,8 @@ def tuning(story: Rehearsal) -> None:
         rates[-1][1] < 0.1 * rates[0][1],
         arrow(rates),
     )
-    story.tell(
-        "Fine-tuning and cool-down",
-        "tuned/report.html and cooled/report.html are their reports.",
-        notes=[
-            f"Fine-tuning, {steps} steps: held-out loss {arrow(losses)}.",
-            f"Cool-down from step {stable}: learning rate {arrow(rates)}.",
-        ],
-    )
+    notes = ["Their reports are tuned/report.html and cooled/report.html."]
+    story.tell("Fine-tuning and cool-down", "", notes=notes)
 
 
 def evaluation(story: Rehearsal) -> None:
