@@ -23,7 +23,7 @@ from zaya_jax.data.order import VISIT_STEPS
 from zaya_jax.hardware import chips, host, measured, sizing
 from zaya_jax.hardware.measured import BUS, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.sizing import Advice
-from zaya_jax.plan.phases import DataDemand
+from zaya_jax.plan.phases import page_reads
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
@@ -154,16 +154,28 @@ def measure_storage(args: argparse.Namespace) -> None:
     # A small directory's bundles come round again while they are still in memory, which a large
     # one's never do.
     sigma = max(readings[0].sigma, manifest["storage_factor"])
-    need = DataDemand(
-        sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds
-    )
+    tokens = args.global_batch * args.seq_len
+    pages = page_reads(sigma, tokens, manifest["token_bytes"])
     budget, whose = readings[0].pages_per_second, "measured here, cold, one reader"
     if args.iops_budget:
         budget, whose = args.iops_budget, "given"
-    words = storage_document(readings, manifest, need, budget, whose)
+    step, share = args.step_seconds, pages / args.step_seconds / budget
+    judged = "storage is not the limit"
+    if share > 1:
+        judged = "storage IS the limit: steps take the break-even time"
+    verdict = (
+        f"A step of {args.global_batch:,} sequences of {args.seq_len:,} tokens reads"
+        f" {tokens * manifest['token_bytes'] / 2**20:,.1f} MiB of tokens in N = {pages:,.0f} pages"
+        f" (sigma {sigma:.3f}); every {step:g} s that is {pages / step:,.0f} page reads/s. Budget"
+        f" {budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time"
+        f" {pages / budget:.3f} s; {judged}."
+    )
+    run = Section("A run", verdict, pictures=_demand(pages, step, budget))
+    words = Page("Storage", sections=[_reading_section(readings, manifest), run])
     figures = {
         "readings": [dataclasses.asdict(reading) for reading in readings],
-        "need": dataclasses.asdict(need),
+        "sigma": sigma,
+        "page_reads": pages,
         "budget": budget,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -263,11 +275,8 @@ def io_counts() -> dict[str, int]:
     return counts
 
 
-def storage_document(
-    readings: list[Reading], manifest: dict, need: DataDemand, budget: float, whose: str
-) -> Page:
-    """The measurements by the state of the page cache, and the formula's figures for the run that
-    is sized."""
+def _reading_section(readings: list[Reading], manifest: dict) -> Section:
+    """The measurements by the state of the page cache."""
     head = ["", *(f"{reading.cache} page cache" for reading in readings)]
     columns = [
         [
@@ -291,33 +300,20 @@ def storage_document(
             "The device gave less than half of the cold reading: this system would not empty its"
             " page cache."
         )
-    share, step = need.pages_per_second / budget, need.step_seconds
-    judged = "storage is not the limit"
-    if share > 1:
-        judged = "storage IS the limit: steps take the break-even time"
-    text = (
-        f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads"
-        f" {need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N ="
-        f" {need.pages:,.0f} pages (sigma {need.sigma:.3f}); every {step:g} s that is"
-        f" {need.pages_per_second:,.0f} page reads/s. Budget {budget:,.0f} page reads/s ({whose}):"
-        f" {share:.1%} of it, break-even step time {need.pages / budget:.3f} s; {judged}."
-    )
+    return Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
+
+
+def _demand(pages: float, step: float, budget: float) -> str:
+    """Page reads a second by the time of a step."""
     times = [step * 2 ** (i / 4 - 4) for i in range(33)]
-    values = [need.pages / seconds for seconds in times]
     lines = [
-        Curve("needed", list(zip(times, values, strict=True))),
-        Curve("this step", [(step, need.pages_per_second)], 2),
+        Curve("needed", [(seconds, pages / seconds) for seconds in times]),
+        Curve("this step", [(step, pages / step)], 2),
         Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dashed=True),
     ]
-    chart = Chart(
-        "Page reads a second by step time",
-        lines,
-        log_x=True,
-        over="s",
-        named=[(seconds, f"{seconds:.3g}") for seconds in times[::4]],
-    )
-    read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
-    return Page("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
+    named = [(seconds, f"{seconds:.3g}") for seconds in times[::4]]
+    title = "Page reads a second by step time"
+    return Chart(title, lines, log_x=True, over="s", named=named).draw()
 
 
 def document(

@@ -126,7 +126,7 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
             for flow in network.flows(case)
         ],
         "saving": {**dataclasses.asdict(p.saving), "steps": p.saving.interval / step.seconds},
-        "data": {**dataclasses.asdict(p.data), "pages_per_second": p.data.pages_per_second},
+        "page_reads_per_second": p.page_reads / step.seconds,
         "search": _search(p, cluster, rates) if searched else [],
     }
 
@@ -270,7 +270,7 @@ def _summary(result: dict[str, Any]) -> Table:
             byte_size(phase["memory"]["peak"]),
             f"{phase['days']:,.1f}",
             f"{phase['gpu_hours']:,.0f}",
-            f"{phase['data']['pages_per_second']:,.0f}",
+            f"{phase['page_reads_per_second']:,.0f}",
             duration(phase["saving"]["interval"]),
             f"{phase['saving']['goodput']:.2%}",
         ]

@@ -280,5 +280,5 @@ def test_storage_is_sized_by_a_prepared_directory(tmp_path, prepare_text):
         cold["bytes_ideal"] / shard_format.PAGE_BYTES
     )
     factor = json.loads((data / "manifest.json").read_text())["storage_factor"]
-    assert 1 < factor < 1.2 and figures["need"]["sigma"] == pytest.approx(max(asked, factor))
+    assert 1 < factor < 1.2 and figures["sigma"] == pytest.approx(max(asked, factor))
     assert old.read_text() == "before"  # a kill finds the old file or the new one

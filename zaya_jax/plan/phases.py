@@ -22,30 +22,13 @@ READ_AMPLIFICATION = (
 DAY = 86_400.0
 
 
-@dataclasses.dataclass(frozen=True)
-class DataDemand:
-    """The page reads that storage must serve so that no training step waits.
+def page_reads(sigma: float, tokens: int, token_bytes: int) -> float:
+    """N: the page reads of a step's tokens, sigma for each page that they fill.
 
-    G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a
-    step of t seconds needs N/t page reads a second, and storage that can do I of them is the limit
-    for steps shorter than N/I.
+    A step of t seconds needs N/t page reads a second, and storage that can do I of them is the
+    limit for steps shorter than N/I.
     """
-
-    sigma: float
-    global_batch: int
-    seq_len: int
-    token_bytes: int
-    step_seconds: float
-
-    @property
-    def pages(self) -> float:
-        """N: page reads per step."""
-        return self.sigma * self.global_batch * self.seq_len * self.token_bytes / PAGE_BYTES
-
-    @property
-    def pages_per_second(self) -> float:
-        """N/t."""
-        return self.pages / self.step_seconds
+    return sigma * tokens * token_bytes / PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +44,7 @@ class PlannedPhase:
     tokens: int
     steps: int
     seconds: float  # of all its steps, without failures and saves
-    data: DataDemand
+    page_reads: float  # per step
 
     @property
     def days(self) -> float:
@@ -111,13 +94,8 @@ def plan_run(
             tokens += segment_tokens
             steps += segment_steps
             seconds += segment_steps * step.seconds
-        demand = DataDemand(
-            READ_AMPLIFICATION,
-            case.sequences,
-            case.config.data.seq_len,
-            2 if case.model.vocab_size <= 2**16 else 4,
-            step.seconds,
-        )
+        batch = case.sequences * case.config.data.seq_len
+        token_bytes = 2 if case.model.vocab_size <= 2**16 else 4
         planned.append(
             PlannedPhase(
                 case,
@@ -129,7 +107,7 @@ def plan_run(
                 tokens,
                 steps,
                 seconds,
-                demand,
+                page_reads(READ_AMPLIFICATION, batch, token_bytes),
             )
         )
     if not planned:
