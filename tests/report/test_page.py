@@ -251,39 +251,23 @@ def spent(time, seconds, first, last, **sections):
     )
 
 
-def befallen(faults=3):
-    """Events of a run with so many deaths, each 100 s after a start, and a spike."""
-    time, step, found = 1e9, 0, []
-    for turn in range(faults + 1):
-        found.append(
-            RunEvent("started", time, step=step if turn else -1, facts={"start": turn + 1})
-        )
-        if turn:
-            found.append(
-                RunEvent("restarted", time + 8, step=step, seconds=12.0, facts={"stop": 1.0})
-            )
-        found.append(spent(time + 20, 20.0, step, step, start=8.0, compile=12.0))
-        found.append(spent(time + 90, 70.0, step, step + 70, step=60.0, save=6.0, evaluate=4.0))
-        time, step = time + 100, step + 40
-        if turn < faults:
-            label = ("gpu uncorrectable memory error", "", "disk full")[turn % 3]
-            about = {
-                "node": "node1",
-                "process": turn,
-                "step": step,
-                "seen": "SIGKILL",
-                "concluded": label,
-            }
-            facts = {"start": turn + 1}
-            found.append(
-                RunEvent(
-                    "died", time, "critical", **about, done="restart", seconds=3.0, facts=facts
-                )
-            )
-            time += 3
-    facts = {"step": step - 10, "at": step, "batches": 6}
-    found.append(RunEvent("spike", time, "numbers", step=step, seen="loss <9.1>", facts=facts))
-    return [*found, RunEvent("ended", time + 1, step=step, facts={"code": 0})]
+def befallen():
+    """Events of a run that died once, and of a spike."""
+    about = {"node": "node1", "process": 1, "step": 40, "seen": "SIGKILL", "concluded": "disk full"}
+    begun, again = {"start": 1}, {"start": 2}
+    back = {"step": 70, "at": 80, "batches": 6}
+    return [
+        RunEvent("started", 0.0, step=-1, facts=begun),
+        spent(20, 20.0, 0, 0, start=8.0, compile=12.0),
+        spent(90, 70.0, 0, 70, step=60.0, save=6.0, evaluate=4.0),
+        RunEvent("died", 100.0, "critical", **about, done="restart", seconds=3.0, facts=begun),
+        RunEvent("started", 103.0, step=40, facts=again),
+        RunEvent("restarted", 111.0, step=40, seconds=12.0, facts={"stop": 1.0}),
+        spent(123, 20.0, 40, 40, start=8.0, compile=12.0),
+        spent(193, 70.0, 40, 110, step=60.0, save=6.0, evaluate=4.0),
+        RunEvent("spike", 203.0, "numbers", step=80, seen="loss <9.1>", facts=back),
+        RunEvent("ended", 204.0, step=80, facts={"code": 0}),
+    ]
 
 
 def write(folder, found):
@@ -294,8 +278,8 @@ def write(folder, found):
 
 
 def test_tables_are_what_the_account_says(tmp_path):
-    folder = write(write_run(tmp_path / "run", 20), befallen(6))
-    account = accounts.account_of(befallen(6))
+    folder = write(write_run(tmp_path / "run", 20), befallen())
+    account = accounts.account_of(befallen())
     source, text = drawn(folder)[0], supervised.account_text(account)
     part = source[source.index("<h2>Interruptions") :].split("</section>")[0]
     rows = accounts.by_cause(account)

@@ -225,10 +225,10 @@ def read_workdir(path: pathlib.Path) -> Workdir:
         return run
     run.recorded, run.series, arrays = _read_metrics(metrics_file, run.omissions)
     for key, series in arrays.items():
-        if len(series.shape) == 1 or key == "load":
+        if len(series.shape) == 1 + (key == "load"):
             run.vectors[key] = series
         else:
-            run.omissions.append(f"{key} is not drawn: it has more than one number for each layer.")
+            run.omissions.append(f"{key} is not drawn: it has not one number for each layer.")
     return run
 
 

@@ -45,7 +45,7 @@ class Curve:
         points = [*self.points]
         for step, low, high in self.band:
             points += [(step, low), (step, high)]
-        return [point for point in points if math.isfinite(point[1])]
+        return [point for point in points if all(map(math.isfinite, point))]
 
     def after(self, step: float) -> "Curve":
         """The curve from a step on."""
@@ -216,8 +216,8 @@ class Chart:
 
     def draw(self) -> str:
         """The figure."""
-        steps = [step for line in self.lines for step, _ in line.points]
-        x_range = self.x_range or (min(steps), max(steps))
+        steps = [step for line in self.lines for step, _ in line.points if math.isfinite(step)]
+        x_range = self.x_range or (min(steps, default=0.0), max(steps, default=0.0))
         x = Axis(*x_range, LEFT, WIDTH - RIGHT, self.log_x)
         low, high, log = self._range()
         y = Axis(low, high, FLOOR, TOP, log)
