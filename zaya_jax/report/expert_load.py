@@ -10,8 +10,8 @@ import numpy as np
 from zaya_jax.report.curves import list_map
 from zaya_jax.report.document import Section
 from zaya_jax.report.read import Series, Workdir
-from zaya_jax.report.svg import HeatMap, columns
-from zaya_jax.report.text import counted, percent
+from zaya_jax.report.svg import CELLS, HeatMap, columns
+from zaya_jax.report.text import counted
 
 # Powers of two of an even share.
 FAIR, FAIR_ENDS = (-2.0, 2.0), ("¼", "4 × an even share")
@@ -35,16 +35,17 @@ def experts_section(run: Workdir) -> Section:
         title, cells = f"Experts of layer {layer}", _fair_shares(bins.means[:, layer]).T
         pictures += HeatMap(title, bins.steps, cells, FAIR, run.steps, FAIR_ENDS).draw()
     end = load.end()
-    pictures += HeatMap(
-        "Experts of all layers at the end",
-        range(experts),
-        _fair_shares(end),
-        FAIR,
-        (-0.5, experts - 0.5),
-        FAIR_ENDS,
-        "A mean over the last twentieth of the recorded steps, by layer.",
-        over="expert",
-    ).draw()
+    if end.size <= CELLS:
+        pictures += HeatMap(
+            "Experts of all layers at the end",
+            range(experts),
+            _fair_shares(end),
+            FAIR,
+            (-0.5, experts - 0.5),
+            FAIR_ENDS,
+            "A mean over the last twentieth of the recorded steps, by layer.",
+            over="expert",
+        ).draw()
     return Section("Expert load", _summary(end, entropy.end()), pictures=pictures)
 
 
@@ -58,7 +59,7 @@ def _fair_shares(load: np.ndarray) -> np.ndarray:
 
 
 def _summary(end: np.ndarray, entropy: np.ndarray) -> str:
-    parts, skip = [], end[:, -1]
+    parts = []
     if np.isfinite(entropy).any():
         worst, best = int(np.nanargmin(entropy)), int(np.nanargmax(entropy))
         least, most = f"{entropy[worst]:.3f}", f"{entropy[best]:.3f}"
@@ -66,11 +67,6 @@ def _summary(end: np.ndarray, entropy: np.ndarray) -> str:
         if least != most:
             where = f"lies between {least} (layer {worst}) and {most} (layer {best})"
         parts.append(f"At the end the load’s normalised entropy {where}; 1 is an even load.")
-    if np.isfinite(skip).any():
-        parts.append(
-            f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the"
-            " layers."
-        )
     if dead := int((end[:, :-1] == 0).sum()):
         parts.append(f"{counted(dead, 'expert')} received no token.")
     return " ".join(parts)

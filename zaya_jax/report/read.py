@@ -148,7 +148,6 @@ class Workdir:
     # of a fork: its ancestors, the nearest first
     lineage: list = dataclasses.field(default_factory=list)
     sample: str = ""
-    prompt: str = ""
     omissions: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -216,9 +215,6 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     run.lineage = _json_object(path / "lineage.json", run.omissions).get("forked", [])
     if (path / "sample.txt").is_file():
         run.sample = (path / "sample.txt").read_text("utf-8", errors="replace")
-    prompt = run.setting("log.sample_prompt") or ""
-    if run.sample.startswith(prompt):
-        run.prompt = prompt
     metrics_file = path / "metrics.jsonl"
     if not metrics_file.is_file():
         run.omissions.append("There is no metrics.jsonl in this workdir.")

@@ -1,12 +1,11 @@
 """The page of one run, `report.html`: headline figures, curves, expert load, agent, sample, numbers,
 config.
 
-It reads the workdir: metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
-marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
-`device` among them), a fork's lineage.json and a supervised run's aegis/events*.jsonl. Only `loss`,
-the step times, the time waiting for data, the expert load and the held-out losses are known by
-name. Any other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share
-one picture per prefix, and lists of one number per layer become heat maps.
+It reads the workdir: metrics.jsonl, config.json, sample.txt, environment.json (any facts, `device`
+among them), a fork's lineage.json and a supervised run's aegis/events*.jsonl. Only `loss`, the step
+times, the time waiting for data, the expert load and the held-out losses are known by name. Any
+other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one
+picture per prefix, and lists of one number per layer become heat maps.
 """
 
 import json
@@ -125,12 +124,9 @@ def _lineage(run: Workdir) -> Section:
 
 
 def _sample(run: Workdir) -> Section:
-    """The generated text, its prompt marked."""
-    after = " after the marked prompt" if run.prompt else ""
-    prompt = wrapped("<mark>", escape(run.prompt), "</mark>")
-    text = prompt + escape(run.sample[len(run.prompt) :])
-    card = wrapped('<div class="card"><pre>', text, "</pre></div>")
-    return Section("Sample", f"The trained model’s own text{after}.", below=card)
+    """The generated text, which begins with its prompt."""
+    card = wrapped('<div class="card"><pre>', escape(run.sample), "</pre></div>")
+    return Section("Sample", "The trained model’s own text.", below=card)
 
 
 def _numbers(run: Workdir) -> Section:
