@@ -16,9 +16,7 @@ from zaya_jax.report.read import Bins, Series, Workdir
 from zaya_jax.report.svg import Chart, Curve, HeatMap, columns
 from zaya_jax.report.text import number
 
-POINTS = 480  # of a curve
-ALL_POINTS = 24_000  # of all curves together
-FEWEST_POINTS = 60
+POINTS = 300  # of a curve
 GROUP = 6  # curves of one picture
 
 OPTIMISER_KEYS = ("lr", "grad_norm", "clipped", "skipped")
@@ -61,7 +59,7 @@ def loss_section(run: Workdir) -> Section:
         return Section("Loss")
     lines = []
     if train:
-        lines += _lines("train, each step", train, POINTS, smooth=True)
+        lines += _lines("train, each step", train, smooth=True)
     if held_out:
         lines.append(Curve("held-out", held_out.coarse(160).course(), 1, "dots"))
     bad = bad_steps(*filter(None, (train, held_out)))
@@ -135,10 +133,10 @@ def _name(prefix: str) -> str:
     return TITLES.get(prefix, f"{prefix}/…")
 
 
-def _lines(label: str, series: Series, points: int, *, smooth: bool = False) -> list[Curve]:
+def _lines(label: str, series: Series, *, smooth: bool = False) -> list[Curve]:
     """A series as curves: each step faint below its smoothed course, or plain; a band over shared
     bins."""
-    bins, band = series.coarse(points), []
+    bins, band = series.coarse(POINTS), []
     if (bins.counts > 1).any():
         label = label.replace("each step", "mean and range")
         band = list(zip(bins.steps, bins.low.tolist(), bins.high.tolist(), strict=True))
@@ -165,11 +163,6 @@ def bad_steps(*some: Series) -> list[int]:
     return sorted({step for series in some for step in series.bad_steps})
 
 
-def _points(run: Workdir) -> int:
-    """Points of each curve: with all metrics together the page stays under a megabyte."""
-    return max(FEWEST_POINTS, min(POINTS, ALL_POINTS // len(run.series)))
-
-
 def _curve(run: Workdir, key: str) -> str:
     """One metric's picture; none where it was not recorded or is always zero."""
     series = run.series.get(key)
@@ -179,7 +172,7 @@ def _curve(run: Workdir, key: str) -> str:
     if key in SHARES:
         lines = [Curve("of the steps", series.coarse(STRETCHES).course())]
     else:
-        lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED)
+        lines = _lines("each step", series, smooth=key in SMOOTHED)
     zero, bad = key in FROM_ZERO, series.bad_steps
     return Chart(title(key), lines, run.steps, zero, unit=unit, bad_steps=bad).draw()
 
@@ -197,7 +190,7 @@ def _group_charts(run: Workdir, name: str, keys: Sequence[str]) -> str:
     for index, part in enumerate(itertools.batched(keys, GROUP)):
         lines = []
         for color, key in enumerate(part):
-            *_, line = _lines("", run.series[key], _points(run), smooth=True)
+            *_, line = _lines("", run.series[key], smooth=True)
             lines.append(Curve(key.partition("/")[2].replace("_", " "), line.points, color))
         bad = bad_steps(*(run.series[key] for key in part))
         heading = name if index == 0 else f"{name} ({index + 1})"
