@@ -145,11 +145,13 @@ def measure_storage(args: argparse.Namespace) -> None:
             " experiments.prepare_data"
         )
     manifest = prepared_store.load_manifest(args.data)
+    tokenizer = tokenizers.load(pathlib.Path(args.data) / "tokenizer")
     raw = config_lib.default()
-    raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
+    raw.data.path, raw.data.seq_len, raw.data.global_batch = args.data, args.seq_len, args.rows
     raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, args.seq_len)
+    raw.model.vocab_size = max(raw.model.vocab_size, tokenizer.vocab_size)
     config = config_lib.check(raw)
-    readings = [measure_reading(config, args.data, args.seconds, cold) for cold in (True, False)]
+    readings = [measure_reading(config, tokenizer, args.seconds, cold) for cold in (True, False)]
 
     # A small directory's bundles come round again while they are still in memory, which a large
     # one's never do.
@@ -209,22 +211,17 @@ class Reading:
         return (self.bytes_read / PAGE_BYTES + self.reads) / (self.bytes_ideal / PAGE_BYTES)
 
 
-def measure_reading(config: Config, directory: str, seconds: float, cold: bool) -> Reading:
+def measure_reading(
+    config: Config, tokenizer: tokenizers.Tokenizer, seconds: float, cold: bool
+) -> Reading:
     """Read batches for some seconds, each bundle from its file, after emptying or filling the page
     cache."""
-    data = dataclasses.replace(config.data, path=directory, mixture=())
-    config = dataclasses.replace(
-        config, data=data, schedule=dataclasses.replace(config.schedule, phases=())
-    )
-    tokenizer = tokenizers.load(pathlib.Path(directory) / "tokenizer")
-    if tokenizer.vocab_size > config.model.vocab_size:
-        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
-        config = dataclasses.replace(config, model=model)
+    data = config.data
     # As in a large source: blocks of several bundles, and open ones stay in memory.
     batches = pipeline.Batches(config, tokenizer, rounds=1)
     (store,) = batches.prepared_stores
     store.cache.limit = 0
-    for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
+    for path in sorted(pathlib.Path(data.path).glob(f"*{SUFFIX}")):
         if cold:
             forget(path)
         else:
@@ -244,7 +241,7 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     elapsed = time.perf_counter() - begin
     if not tokens:
         raise UserError(
-            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask"
+            f"{data.path} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask"
             " for less"
         )
     after = io_counts()
