@@ -59,7 +59,7 @@ typecheck: setup ## Types
 	@$(bin)/mypy
 
 docs: setup-docs ## The documentation as a site in build/site; ARGS=serve shows it while you write
-	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs $(or $(ARGS),build --quiet)
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs $(or $(ARGS),build)
 	@[ -n "$(ARGS)" ] || echo "build/site/index.html"
 
 pins: ## Resolve requirements/ again

@@ -142,8 +142,10 @@ def _default(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    """The text on one line, without the bar that would end a cell."""
-    return " ".join(text.split()).replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
+    """The text on one line, without the bar that would end a cell, or brackets that would be a
+    link."""
+    text = " ".join(text.split()).replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
+    return text.replace("[", "\\[")
 
 
 if __name__ == "__main__":
