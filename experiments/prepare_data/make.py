@@ -2,12 +2,11 @@
 
 import argparse
 import time
-from collections.abc import Sequence
 
 from zaya_jax.config import UserError
 from zaya_jax.data import prepared_store
 from zaya_jax.progress import Progress
-from zaya_jax.text import chat, prepare, shard_format, text_files
+from zaya_jax.text import prepare, shard_format, text_files
 
 
 def run_preparation(args: argparse.Namespace) -> int:
@@ -48,7 +47,7 @@ def run_preparation(args: argparse.Namespace) -> int:
         print(f"{part_name} is done. When all parts are done, run the same command without --part.")
     else:
         print_summary(manifest, args.out)
-        if args.context and not manifest["trim"]:
+        if args.context and not manifest["chats"]:
             print(f"note      --context={args.context} trims chats, and the input has none")
     return 0
 
@@ -69,24 +68,14 @@ def print_summary(manifest: dict, out: str) -> None:
         f"storage   read amplification sigma {manifest['storage_factor']:.3f}"
         f" ({shard_format.PAGE_BYTES}-byte pages)"
     )
-    if manifest["trim"]:
-        outcomes = {name: count for name, count in manifest["trim"].items() if name != "context"}
-        print(f"chats     {chat.Counts(outcomes)}")
-    if chats := manifest.get("chats"):  # not of older versions
-        learnt = {name: n for name, n in chats.items() if name != "template"}
-        print(f"learnt    {chat.Counts(learnt).learnt_summary}")
-    left_out = prepare.LeftOut(**manifest["left_out"])
-    print(f"left out  {left_out}")
-    _print_examples("skipped", left_out.bad, left_out.bad_examples)
-    _print_examples("not text", left_out.not_text, left_out.not_text_examples)
+    for name, count in sorted(manifest["counts"].items()):
+        print(f"counted   {count:,} {name}")
+        examples = manifest["examples"].get(name, ())
+        for example in examples:
+            print(f"          {example}")
+        if examples and count > len(examples):
+            print(f"          and {count - len(examples):,} more")
     print(f"written   {text_files.printable(out)}")
-
-
-def _print_examples(word: str, count: int, examples: Sequence[str]) -> None:
-    for example in examples:
-        print(f"{word:9s} {example}")
-    if count > len(examples):
-        print(f"{word:9s} and {count - len(examples):,} more")
 
 
 def verify(directory: str) -> int:

@@ -412,6 +412,7 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
         "bundle_tokens": 32768,
         "shards_crc32c": google_crc32c.value(table.tobytes()),
         "totals": {},
+        "chats": None,
         "tokenizer": {"sha256": TOK.sha256},
     }
     sealed = manifest | {"sha256": shard_format.json_sha256(manifest)}

@@ -5,6 +5,7 @@ import bz2
 import collections
 import gzip
 import io
+import itertools
 import json
 import random
 import shutil
@@ -21,8 +22,11 @@ from experiments.prepare_data import __main__ as prepare_data
 from experiments.prepare_data import make
 from zaya_jax.data import prepared_store
 from zaya_jax.data.prepared_store import PreparedStore
-from zaya_jax.text import text_files, tokenizers
+from zaya_jax.text import memory, text_files, tokenizers
 from zaya_jax.text.prepare import Options
+from zaya_jax.text.prepare_task import BAD
+
+BINARY = "files that are no text (binary)"
 
 
 def parquet(columns, **options):
@@ -38,7 +42,7 @@ def left_out(*patterns, out, **options):
     manifest, _ = here(
         Options([str(p) for p in patterns], skip_bad=True, held_out=0.0, **options), out
     )
-    return manifest["totals"]["train"]["documents"], manifest["left_out"]
+    return manifest["totals"]["train"]["documents"], manifest["counts"], manifest["examples"]
 
 
 BAD_LINES = {
@@ -68,13 +72,13 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
         lines[place] = bad
     path = tmp_path / f"a.jsonl{packed}"
     path.write_bytes(PACKED[packed](b"\n".join(lines)))
-    documents, out = left_out(path, out=tmp_path / "out", part_bytes=part_bytes)
-    assert documents == 100 - len(BAD_LINES) and out["bad"] == len(BAD_LINES)
+    documents, counts, examples = left_out(path, out=tmp_path / "out", part_bytes=part_bytes)
+    assert documents == 100 - len(BAD_LINES) and counts == {BAD: len(BAD_LINES)}
     expected = sorted(
         (place + 1, why) for place, why in zip(places, BAD_LINES.values(), strict=True)
     )
     starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
-    for found, (line, why) in zip(out["bad_examples"], expected, strict=True):
+    for found, (line, why) in zip(examples[BAD], expected, strict=True):
         named = (
             f"line {line}"
             if packed or starts[line - 1] < part_bytes
@@ -82,7 +86,7 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
         )
         assert found.startswith(f"{path}, {named}: ") and why in found and found.isprintable()
     strict = Options([str(path)], part_bytes=part_bytes)
-    assert refusal(here, strict, tmp_path / "strict").startswith(out["bad_examples"][0])
+    assert refusal(here, strict, tmp_path / "strict").startswith(examples[BAD][0])
 
 
 @pytest.mark.usefixtures("in_process")
@@ -93,30 +97,25 @@ def test_damage_costs_what_cannot_be_read(tmp_path):
     )
     for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstd(raw))):
         (tmp_path / name).write_bytes(damaged[: len(damaged) // 2])
-        documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
-        assert 5_000 < documents < 15_000 and out["bad"] == 1
-        assert (
-            f"{name}, line {documents + 1:,}: unreadable from here on: " in out["bad_examples"][0]
-        )
+        documents, counts, examples = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
+        assert 5_000 < documents < 15_000 and counts == {BAD: 1}
+        assert f"{name}, line {documents + 1:,}: unreadable from here on: " in examples[BAD][0]
     rows = [f"{i} {random.Random(i).random()}" for i in range(1000)]
     damaged = bytearray(
         parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none")
     )
     damaged[damaged.index(b"555 0.")] ^= 1
     (tmp_path / "c.parquet").write_bytes(damaged)
-    documents, out = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
-    assert (
-        documents == 900
-        and out["bad"] == 1
-        and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
-    )
+    documents, counts, examples = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
+    assert documents == 900 and counts == {BAD: 1}
+    assert "c.parquet, row group 5 is damaged" in examples[BAD][0]
     table = pyarrow.table(
         {"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())}
     )
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     (tmp_path / "u.txt").write_text("sound")
-    documents, out = left_out(tmp_path / "[du].*", out=tmp_path / "out-d")
-    assert documents == 1 and "d.parquet, row group 0 is damaged: 'utf-8'" in out["bad_examples"][0]
+    documents, _, examples = left_out(tmp_path / "[du].*", out=tmp_path / "out-d")
+    assert documents == 1 and "d.parquet, row group 0 is damaged: 'utf-8'" in examples[BAD][0]
 
 
 @pytest.fixture
@@ -139,22 +138,20 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
     check_refused(
         r"c\.txt, line 2: not UTF-8", lambda: here(Options([str(folder)]), tmp_path / "strict")
     )
-    documents, out = left_out(folder, out=tmp_path / "out")
-    assert (documents, out["bad"], out["not_text"], out["empty"]) == (1, 1, 1, 1)
-    assert out["not_text_examples"] == [f"{folder / 'd.png'} (binary)"]
+    documents, counts, examples = left_out(folder, out=tmp_path / "out")
+    assert documents == 1 and counts == {BAD: 1, BINARY: 1, "empty texts": 1}
+    assert examples[BINARY] == [f"{folder / 'd.png'} (binary)"]
     (folder / "c.txt").unlink()
     (folder / "link.txt").symlink_to("nowhere")
     check_refused(
         r"cannot read .*link\.txt: .*No such file",
         lambda: here(Options([str(folder)]), tmp_path / "strict1"),
     )
-    documents, out = left_out(folder, out=tmp_path / "out1")
-    assert documents == 1 and out["bad_examples"][0].startswith(
-        f"cannot read {folder / 'link.txt'}: "
-    )
+    documents, _, examples = left_out(folder, out=tmp_path / "out1")
+    assert documents == 1 and examples[BAD][0].startswith(f"cannot read {folder / 'link.txt'}: ")
     (folder / "link.txt").unlink()
     manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
-    assert manifest["left_out"]["not_text"] == 1
+    assert manifest["counts"][BINARY] == 1
 
 
 def archive(mode):
@@ -182,25 +179,24 @@ NOT_TEXT = {
 def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, caplog):
     for name, (raw, _) in NOT_TEXT.items():
         (tmp_path / name).write_bytes(raw)
-    kinds = dict(collections.Counter(kind for _, kind in NOT_TEXT.values()))
+    kinds = collections.Counter(f"files that are no text ({kind})" for _, kind in NOT_TEXT.values())
     said = refusal(here, Options([str(tmp_path / "*")]), tmp_path / "none")
-    assert "10 files that are not text (" in said
     assert all(f"{count} {kind}" in said for kind, count in kinds.items())
     check_refused(
-        r"none with UTF-8 text \(a\.csv \(table\), a\.jsonl\.bz2",
-        text_files.named_texts,
+        r"none with text \(.*a\.csv \(table\); .*a\.jsonl\.bz2",
+        memory.named_texts,
         str(tmp_path / "*"),
     )
     (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")
     manifest, _ = here(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
-    assert manifest["left_out"]["not_text_kinds"] == kinds
-    assert sorted(manifest["left_out"]["not_text_examples"]) == sorted(
+    assert manifest["counts"] == kinds
+    assert sorted(itertools.chain(*manifest["examples"].values())) == sorted(
         f"{tmp_path / name} ({kind})" for name, (_, kind) in NOT_TEXT.items()
     )
     # A mark of byte order is no character of the text.
     assert texts_of(tmp_path / "out") == ["sound"]
-    assert text_files.named_texts(str(tmp_path / "*")) == [("sound.txt", "sound")]
-    assert "left out 10 files that are not UTF-8 text, such as a.csv (table), " in caplog.text
+    assert memory.named_texts(str(tmp_path / "*")) == [("sound.txt", "sound")]
+    assert "left out 10 files or records that are no text, such as " in caplog.text
 
 
 @pytest.mark.usefixtures("in_process")
@@ -212,8 +208,8 @@ def test_zeros_behind_compressed_data_are_its_padding_and_garbage_is_damage(tmp_
         (tmp_path / name).write_bytes(whole + padding)
         (tmp_path / "b.jsonl").write_bytes(line)
         out = tmp_path / f"out{len(padding)}"
-        documents, found = left_out(tmp_path / name, tmp_path / "b.jsonl", out=out)
-        assert found["bad"] == bad and (bad or documents == (101 if "jsonl" in name else 2))
+        documents, found, _ = left_out(tmp_path / name, tmp_path / "b.jsonl", out=out)
+        assert found.get(BAD, 0) == bad and (bad or documents == (101 if "jsonl" in name else 2))
         shutil.rmtree(out)
 
 
@@ -233,13 +229,10 @@ def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
     (tmp_path / "long.txt.gz").write_bytes(gzip.compress(b"long" * (1 << 18) + b"x", 0))
     (tmp_path / "picture").write_bytes(b"\0" * (1 << 20) + b"x")
     (tmp_path / "sound.txt").write_bytes(b"long" * (1 << 18))
-    documents, out = left_out(tmp_path / "*", out=tmp_path / "out")
-    assert (documents, out["bad"], out["not_text"]) == (1, 1, 1)
-    assert (
-        "long.txt.gz has more than 256 MiB, too many for one document; split it"
-        in out["bad_examples"][0]
-    )
-    check_refused("has more than 256 MiB", text_files.named_texts, str(tmp_path / "*.gz"))
+    documents, counts, examples = left_out(tmp_path / "*", out=tmp_path / "out")
+    assert documents == 1 and counts == {BAD: 1, BINARY: 1}
+    assert "long.txt.gz has more than 256 MiB, too many for one document" in examples[BAD][0]
+    check_refused("has more than 256 MiB", memory.named_texts, str(tmp_path / "*.gz"))
 
 
 @pytest.mark.usefixtures("in_process")
@@ -257,8 +250,8 @@ def test_a_failure_says_how_to_go_on(tmp_path):
         lambda: here(Options([str(tmp_path / "b.jsonl")], part_bytes=400), out),
     )
     done = {p: p.stat().st_mtime_ns for p in out.glob("*.tokens")}
-    documents, counts = left_out(tmp_path / "b.jsonl", out=out, part_bytes=400)
-    assert documents == 90 and counts["bad"] == 1 and prepared_store.verify(str(out)) == []
+    documents, counts, _ = left_out(tmp_path / "b.jsonl", out=out, part_bytes=400)
+    assert documents == 90 and counts == {BAD: 1} and prepared_store.verify(str(out)) == []
     assert done and all(p.stat().st_mtime_ns == t for p, t in done.items())
 
 
@@ -275,7 +268,7 @@ def test_prepared_directories_are_no_text(tmp_path):
     here(options, source / "out")
     tok = tokenizers.load("bytes")
     check_refused(r"holds .*train-00000\.tokens, a shard", here, options, tmp_path / "other")
-    check_refused("'' holds no text file", text_files.text_corpus, "", tok)
+    check_refused("'' holds no text file", memory.split_texts, "", tok)
 
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
@@ -325,15 +318,12 @@ def test_chats_are_trimmed_and_counted(tmp_path, capsys):
         jsonl({"messages": m} for m in (CHAT, CHAT, long, several, dropped))
     )
     manifest, _ = here(Options([str(tmp_path / "c.jsonl")], context=200), tmp_path / "out")
-    assert manifest["trim"] == {"context": 200, "kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
-    learnt = {name: number for name, number in manifest["chats"].items() if name != "template"}
-    assert learnt.pop("tokens learnt") > 5 * len("hello")
-    assert learnt == {"answers learnt": 5, "answers rewritten": 0}
+    assert manifest["chats"]["context"] == 200
     make.print_summary(manifest, "out")
-    assert "learnt    5 answers learnt" in capsys.readouterr().out
-    del manifest["chats"]  # as older versions wrote it
-    make.print_summary(manifest, "out")
-    assert "2 kept, 1 trimmed" in (summary := capsys.readouterr().out) and "learnt" not in summary
+    assert "counted   1 trimmed" in capsys.readouterr().out
+    assert manifest["counts"].pop("tokens learnt") > 5 * len("hello")
+    fitted = {"kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
+    assert manifest["counts"] == fitted | {"answers learnt": 5, "answers rewritten": 0}
     store = PreparedStore(str(tmp_path / "out"))
     (((bundle, _, _),),) = store.read_spans([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from refusals import check_error
 
-from zaya_jax.text import chat, chat_template, inputs, memory_chats, tokenizers
+from zaya_jax.text import chat, chat_template, inputs, memory, tokenizers
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
@@ -451,9 +451,9 @@ def test_pairs_of_one_prompt_are_on_one_side(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     tok, blocks = tokenizers.Bytes(), []
     for name in ("a.jsonl", "a.parquet"):
-        pairs = memory_chats.read_chats(str(tmp_path / name), tok, 100, pairs=True)
-        train, held_out, note = pairs.split(memory_chats.last_held_out([pairs]))
-        assert "54 pairs to learn and 6 held out (60 kept, " in note
+        pairs = memory.read_chats(str(tmp_path / name), tok, 100, pairs=True)
+        train, held_out, note = pairs.split(memory.last_held_out([pairs]))
+        assert "54 pairs to learn and 6 held out, " in note and "60 kept" in note
         blocks.append((train, held_out))
         prompts = [
             {tok.decode(part.tolist()).split("?")[0] for part in documents(side)}

@@ -14,7 +14,7 @@ from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
 from zaya_jax.evaluate import texts
-from zaya_jax.text import chat, chat_template, memory_chats, prepare, tokenizers
+from zaya_jax.text import chat, chat_template, memory, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
 
 TOOLS = [{"type": "function", "function": {"name": "find_sum", "parameters": {}}}]
@@ -63,6 +63,11 @@ def learnt(tok, document):
     return [tok.decode_with_specials([token for _, token in run]) for own, run in runs if own]
 
 
+def counted(document):
+    """The answers that are learnt, and those that the template rewrites."""
+    return document.counts["answers learnt"], document.counts["answers rewritten"]
+
+
 def prepared(source, messages, **leading):
     tok = tokenizer_of(source)
     turns = chat.parse_chat([*chat.leading_turns(leading), *messages])
@@ -78,7 +83,7 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
         asked = [f"{rng.choice(words)}Q{i}" for i in range(count)]
         talk = [turn for q, a in zip(asked, said, strict=True) for turn in (user(q), answer(a))]
         tok, document, outcome = prepared(FAMILIES[family], talk)
-        assert outcome == KEPT and (document.answers, document.rewritten) == (count, 0)
+        assert outcome == KEPT and counted(document) == (count, 0)
         form = chat_template.Template(tok)
         (end, _), prompt = (
             form.ending,
@@ -102,7 +107,7 @@ def test_what_a_template_leaves_out_is_named(family):
     if not reasons:
         assert document is None and outcome.endswith("does not write the last reasoning")
     else:
-        assert (document.answers, document.rewritten) == (reasons, 2 - reasons)
+        assert counted(document) == (reasons, 2 - reasons)
         assert "so" in learnt(tok, document)[-1] and "b" in learnt(tok, document)[-1]
     result = {"role": "observation", "content": "it is four"}
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
@@ -187,7 +192,7 @@ LAST_IN_BLOCKS = """{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}
 def test_headers_of_turns_are_not_learnt(source, turns, expected, rewritten):
     tok, document, _ = prepared(source, turns, tools="[]")
     assert "False" not in tok.decode_with_specials(document.tokens)
-    assert learnt(tok, document) == expected and document.rewritten == rewritten
+    assert learnt(tok, document) == expected and counted(document)[1] == rewritten
 
 
 # These write the answers of several turns as one, without anything between them: as they come, each
@@ -223,8 +228,8 @@ def test_of_merged_answers_those_to_learn_are_learnt_and_counted(
     if expected is None:
         assert document is None and outcome.endswith("writes no answer that can be learnt")
         return
-    assert learnt(tok, document) == expected and document.rewritten == rewritten
-    assert document.answers == sum(weights) - rewritten
+    assert learnt(tok, document) == expected and counted(document)[1] == rewritten
+    assert counted(document)[0] == sum(weights) - rewritten
 
 
 def test_arguments_are_text_for_a_template_that_adds_them_to_text():
@@ -311,7 +316,7 @@ def test_many_turns_cost_a_few_renderings():
         form._write = lambda *given: renderings.append(len(given[1])) or plain(*given)  # noqa: B023
         talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
         document, _ = form.encode_within(chat.parse_chat(talk), None)
-        assert document.answers == 80 and sum(renderings) < 6 * len(talk), family
+        assert counted(document)[0] == 80 and sum(renderings) < 6 * len(talk), family
 
 
 @pytest.mark.usefixtures("in_process")
@@ -350,16 +355,12 @@ def test_what_is_learnt_rewritten_and_left_out_is_counted(tmp_path):
     records = [{"messages": talk}, {"tools": TOOLS, "messages": talk}]
     records += [{"messages": [user(f"q{i}"), answer("x")]} for i in range(30)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
-    read = memory_chats.read_chats(
-        str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512
-    )
+    read = memory.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512)
     tokens = sum(int(d.predicted.sum()) for side in read.documents.values() for d in side)
-    assert str(read.counts) == (
-        "31 kept, 0 trimmed, 0 reduced, 0 dropped,"
-        " 1 left out: the chat template does not write the tools"
+    assert chat.in_words(read.counts) == (
+        "31 answers learnt, 1 answers rewritten, 31 kept,"
+        f" 1 left out: the chat template does not write the tools, {tokens} tokens learnt"
     )
-    told = f"31 answers learnt, 1 answers rewritten, {tokens} tokens learnt"
-    assert read.counts.learnt_summary == told
 
 
 IN_BLOCKS = (
@@ -375,7 +376,7 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     prompt = [user("q0"), answer("said before"), user("q1")]
     turns = chat.paired_turns({"prompt": prompt, "completion": [answer("learnt")]}, "text")
     tok, document, outcome = prepared(source, turns)
-    assert outcome == KEPT and (document.answers, document.rewritten) == (1, 0)
+    assert outcome == KEPT and counted(document) == (1, 0)
     (run, *ends) = learnt(tok, document)
     assert run.lstrip().startswith("learnt") and "said" not in "".join(ends)
     assert "said before" in tok.decode_with_specials(document.tokens.tolist())
@@ -402,7 +403,7 @@ def test_a_chat_that_the_template_refuses_has_a_way_out(tmp_path, pairs, way_out
     path.write_text(json.dumps(record))
     tok = tokenizer_of(FAMILIES["gemma_2"])
     said = f"refuses this conversation: System role not supported; change it, or {way_out}"
-    check_refused(said, memory_chats.read_chats, str(path), tok, 512, pairs)
+    check_refused(said, memory.read_chats, str(path), tok, 512, pairs)
     if not pairs:
         where = "chats.jsonl, line 1: the model's chat template refuses"
         check_refused(where, list, texts.documents(str(path), tok))
@@ -413,5 +414,5 @@ def test_a_chat_stays_on_its_side(tmp_path):
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     record = {"messages": [user("q"), answer("a", reasoning="r", tool_calls=[call])]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(record))
-    (key,) = memory_chats.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
+    (key,) = memory.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
     assert key.hex()[:16] == "8ec1d89e4ff244bc"

@@ -14,6 +14,7 @@ from refusals import check_refused
 
 from zaya_jax.text import hub, prepare
 from zaya_jax.text.prepare import Options
+from zaya_jax.text.prepare_task import BAD
 
 TEXTS = [f"text {i} " + "word " * (i % 17) for i in range(700)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -50,7 +51,7 @@ def splits(tmp_path):
 @pytest.mark.parametrize("pattern", ["{}/train", "{}/tra*/*.arrow", "{}/../se?/train/*"])
 def test_a_saved_folder_is_what_its_state_names(splits, tmp_path, pattern):
     manifest, _ = here(Options([pattern.format(splits)]), tmp_path / "out")
-    assert manifest["left_out"]["bad"] == 0
+    assert not manifest["counts"]
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
 
 
@@ -62,7 +63,7 @@ def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
     )
     # Both by name, or the one that there is.
     manifest, _ = here(Options([str(splits / "train"), str(splits / "test")]), tmp_path / "out")
-    assert manifest["trim"]["kept"] == 3
+    assert manifest["counts"]["kept"] == 3
     shutil.rmtree(splits / "test")
     here(Options([str(splits)]), tmp_path / "one")
     assert texts_of(tmp_path / "one") == sorted(TEXTS)
@@ -88,7 +89,7 @@ def test_a_damaged_file_is_named_and_counted(tmp_path, size):
         lambda: here(Options([str(tmp_path / "set")]), tmp_path / "strict"),
     )
     manifest, _ = here(Options(given, skip_bad=True, held_out=0.0), tmp_path / "out")
-    assert manifest["left_out"]["bad"] == 1
+    assert manifest["counts"] == {BAD: 1}
 
 
 @pytest.mark.parametrize("compression", ["lz4", "uncompressed"])
@@ -97,7 +98,7 @@ def test_an_arrow_file_of_feather_is_read(tmp_path, compression):
     path = tmp_path / "a.arrow"
     pyarrow.feather.write_feather(table, path, compression=compression, chunksize=300)
     manifest, _ = here(Options([str(path)]), tmp_path / "out")
-    assert manifest["left_out"]["bad"] == 0
+    assert not manifest["counts"]
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
 
 
@@ -110,7 +111,7 @@ def test_an_arrow_file_that_has_no_text_is_told_once(tmp_path):
     (tmp_path / "u.txt").write_text("sound")
     options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
     manifest, _ = here(options, tmp_path / "out")
-    assert manifest["left_out"]["bad"] == 2
+    assert manifest["counts"] == {BAD: 2}
 
 
 class Stream:

@@ -6,7 +6,7 @@ import pytest
 from refusals import check_refused
 
 from zaya_jax.data import pipeline, stores, windows
-from zaya_jax.text import inputs, text_files, tokenizers
+from zaya_jax.text import inputs, memory, text_files, tokenizers
 from zaya_jax.text.shard_format import SPLITS
 
 
@@ -22,35 +22,40 @@ def test_the_standard_library_is_a_corpus():
 
 def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
     (tmp_path / "one.txt").write_text("abcdefghij" * 100)
-    train, held_out = text_files.text_corpus(str(tmp_path / "*.txt"), tokenizers.load("bytes"))
+    train, held_out = memory.split_texts(str(tmp_path / "*.txt"), tokenizers.load("bytes"))
     assert len(train) + len(held_out) == 1000 + 4
     assert len(held_out) == 22
 
 
-def test_jsonl_that_is_taken_for_text_is_said(tmp_path, caplog):
+def test_records_are_texts_and_what_is_left_out_is_said(tmp_path, caplog):
+    (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("plain")
-    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
-    assert len(text_files.named_texts(str(tmp_path))) == 2
-    (message,) = caplog.messages
-    assert "1 of 2 files are JSONL, taken as they stand" in message and "such as b.jsonl" in message
-
-
-def test_what_is_left_out_is_said(corpus, caplog):
-    for i in range(5):
-        (corpus / f"bad{i}.bin").write_bytes(b"\xff")
-    text_files.text_corpus(str(corpus), tokenizers.load("bytes"))
-    assert caplog.messages == [
-        f"{corpus}: left out 6 files that are not UTF-8 text, such as bad0.bin (not UTF-8), bad1.bin"
-        " (not UTF-8), bad2.bin (not UTF-8)"
+    (tmp_path / "sub" / "b.jsonl").write_text('{"text": "a"}\n{\n{"text": "b"}\n')
+    assert memory.named_texts(str(tmp_path)) == [
+        ("a.txt", "plain"),
+        ("sub/b.jsonl:0", "a"),
+        ("sub/b.jsonl:16", "b"),
     ]
+    for i in range(5):
+        (tmp_path / f"bad{i}.bin").write_bytes(b"\xff")
+    memory.split_texts(str(tmp_path), tokenizers.load("bytes"))
+    first, second = caplog.messages
+    assert (
+        f"1 files or records that are no text, such as {tmp_path / 'sub'}/b.jsonl, line 2" in first
+    )
+    assert "left out 6 files or records" in second and second.count("bin, line 1: not UTF-8") == 3
+    (tmp_path / "c.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    check_refused(
+        r"c\.jsonl, line 1: a chat; set config\.data\.chats", memory.named_texts, str(tmp_path)
+    )
 
 
 def test_missing_and_empty_corpora_are_user_errors(tmp_path):
     tok = tokenizers.load("bytes")
-    check_refused("holds no text file", text_files.text_corpus, str(tmp_path / "nothing"), tok)
-    check_refused("holds no text file", text_files.text_corpus, str(tmp_path), tok)
+    check_refused("holds no text file", memory.split_texts, str(tmp_path / "nothing"), tok)
+    check_refused("holds no text file", memory.split_texts, str(tmp_path), tok)
     (tmp_path / "blank.txt").write_text("\n")
-    check_refused("none with UTF-8 text", text_files.text_corpus, str(tmp_path), tok)
+    check_refused("none with text", memory.split_texts, str(tmp_path), tok)
 
 
 @pytest.fixture

@@ -118,9 +118,7 @@ def corpus(story: Rehearsal) -> None:
         if (folder / "manifest.json").is_file():
             manifest = json.loads((folder / "manifest.json").read_text())
             train, held_out = manifest["totals"]["train"], manifest["totals"]["held_out"]
-            fitted = ", ".join(
-                f"{n:,} {word}" for word, n in (manifest["trim"] or {}).items() if word != "context"
-            )
+            fitted = ", ".join(f"{n:,} {word}" for word, n in manifest["counts"].items())
             rows.append(
                 [folder.name, f"{train['tokens']:,}", f"{held_out['tokens']:,}", fitted or "–"]
             )

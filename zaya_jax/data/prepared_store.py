@@ -1,7 +1,7 @@
 """Prepared shards in any storage: one store over local files and anything that fsspec reaches
 (s3://, gs://, ...).
 
-A start reads the manifest and the table of shards, 72 bytes per shard; a shard's own tables are
+A start reads the manifest and the table of shards, 68 bytes per shard; a shard's own tables are
 read when they are needed. A failed read is retried with a growing pause and counted. A bundle
 counts as damaged only if its bytes are not those that were written; it is logged, and either stops
 the run or is replaced by padding (`on_corrupt`).
@@ -134,10 +134,8 @@ class PreparedStore:
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
         facts = shard_format.json_sha256({name: self.manifest[name] for name in names})
         self.fingerprint = f"{facts}/{split}"
-        # The manifest has "trim" and "chats" where there are chats. None of them is longer than
-        # this context, unless it is 0.
-        self.chat_outcomes: dict[str, int] = self.manifest.get("trim") or {}
-        self.chat_context: int = self.chat_outcomes.get("context", 0)
+        # "chats" is None where there are none. No chat is longer than this context, unless it is 0.
+        self.chat_context: int = (self.manifest["chats"] or {}).get("context", 0)
         self.counters = Counters()
         self.cache: Lru[tuple[int, int], TokenBlock] = Lru(cache_bytes)
         self.bundle_tables: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(CACHED_BUNDLE_TABLES)
@@ -155,8 +153,8 @@ class PreparedStore:
                 f" {tokenizer.vocab_size} ids); prepare the text again with the latter, or for fresh"
                 f" weights give {copied}{join(self.name, 'tokenizer')}"
             )
-        template = (self.manifest.get("chats") or {}).get("template")
-        if template not in (None, chat_template.fingerprint(tokenizer)):
+        chats = self.manifest["chats"]
+        if chats and chats["template"] != chat_template.fingerprint(tokenizer):
             raise UserError(
                 f"{self.name} holds chats in another chat template than that of {described_as};"
                 " prepare them again, into another directory, with the model's folder as"
@@ -409,8 +407,6 @@ def verify(directory: str) -> list[str]:
     except (StorageError, UserError) as error:
         return [str(error)]
     expected = {shard_format.MANIFEST, shard_format.SHARDS, shard_format.TOKENIZER}
-    # Preparations before 25 November 2026 listed their input files in sources.jsonl.
-    expected.add("sources.jsonl")
     for store in stores:
         expected |= {store.shard_file(number) for number in range(store.num_shards)}
     filesystem, root = fsspec.core.url_to_fs(directory)

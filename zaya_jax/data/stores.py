@@ -12,7 +12,7 @@ from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import mix
 from zaya_jax.data.pack import BatchBuilder, Piece, Span
 from zaya_jax.data.prepared_store import PreparedStore, is_prepared
-from zaya_jax.text import chat, chat_template, memory_chats, text_files
+from zaya_jax.text import chat, chat_template, memory, text_files
 from zaya_jax.text.shard_format import SPLITS
 from zaya_jax.text.token_block import TokenBlock
 from zaya_jax.text.tokenizers import Tokenizer
@@ -101,7 +101,7 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
             sides = made_once(
                 [path],
                 (tokenizer.sha256,),
-                lambda: _both_sides(path, *text_files.text_corpus(path, tokenizer)),
+                lambda: _both_sides(path, *memory.split_texts(path, tokenizer)),
             )
     return sides[SPLITS.index(split)]
 
@@ -120,9 +120,8 @@ def require_chats(store: PreparedStore, context: int) -> None:
     context."""
     documents = sum(split["documents"] for split in store.manifest["totals"].values())
     outcomes = (chat.KEPT, chat.TRIMMED, chat.REDUCED)
-    chats = sum(store.chat_outcomes.get(outcome, 0) for outcome in outcomes)
-    in_a_template = store.manifest.get("chats")  # not by older versions
-    if documents > chats or not store.chat_context or not in_a_template:
+    chats = sum(store.manifest["counts"].get(outcome, 0) for outcome in outcomes)
+    if documents > chats or not store.chat_context:
         raise UserError(
             f"{store.name} holds {chats:,} chats and {documents - chats:,} texts, prepared for"
             f" --context={store.chat_context}, but config.data.chats is set; prepare chats alone,"
@@ -139,10 +138,8 @@ def _open_chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory
     paths = [source for source in sources if not is_prepared(source)]
 
     def make() -> dict[str, tuple[MemoryStore, MemoryStore]]:
-        chats = {
-            source: memory_chats.read_chats(source, tokenizer, context, pairs) for source in paths
-        }
-        last = memory_chats.last_held_out(list(chats.values()))
+        chats = {source: memory.read_chats(source, tokenizer, context, pairs) for source in paths}
+        last = memory.last_held_out(list(chats.values()))
         together = 2 if pairs else 1
         return {
             source: _both_sides(source, *chats[source].split(last), together) for source in paths

@@ -28,7 +28,7 @@ from zaya_jax.data.stores import (
     refuse_prepared_pairs,
     require_chats,
 )
-from zaya_jax.text import chat_template, inputs, memory_chats, text_files
+from zaya_jax.text import chat_template, inputs, memory, text_files
 from zaya_jax.text.token_block import encode_texts
 from zaya_jax.text.tokenizers import Tokenizer
 
@@ -149,7 +149,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
             refuse_prepared_pairs(config, path)
             store = PreparedStore(path, "held_out", config.data.on_corrupt)
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
-            if config.data.chats and store.chat_outcomes:
+            if config.data.chats and store.manifest["chats"]:
                 require_chats(store, config.data.seq_len)
         elif _real_path(path) in trained:
             store = open_store(config, trained[_real_path(path)], tokenizer, "held_out")
@@ -184,9 +184,9 @@ def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
 
     def make() -> MemoryStore:
         if context:
-            block, note = memory_chats.read_whole(path, tokenizer, context, pairs)
+            block, note = memory.read_whole(path, tokenizer, context, pairs)
         else:
-            texts = [text for _, text in text_files.named_texts(path)]
+            texts = [text for _, text in memory.named_texts(path)]
             block = encode_texts(texts, tokenizer)
             note = ""
         fingerprint = hashlib.sha256(block.tokens).hexdigest()

@@ -12,7 +12,7 @@
 A chat goes through three: `chat` brings a record's many forms into one, `chat_template` renders and
 encodes it, `answer_spans` finds the model's words in what a foreign template writes.
 
-`text_files` (for text) and `memory_chats` go the whole way when a run starts. `prepare` goes it once
-for many runs: it cuts the files into tasks, and `prepare_task` runs them, on one machine or many.
-`hub` reads data sets of the Hugging Face hub. The way goes on in `zaya_jax.data`.
+`memory` goes the whole way when a run starts. `prepare` goes it once for many runs: it cuts the
+files into tasks, and `prepare_task` runs them, on one machine or many. `hub` reads data sets of the
+Hugging Face hub. The way goes on in `zaya_jax.data`.
 """

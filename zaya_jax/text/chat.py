@@ -5,16 +5,14 @@ The model's role is always "assistant" and the person's "user", since generation
 these names. Other roles keep their names. `chat_template` turns what is read into tokens.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 # The version of the chat encoding. Earlier: 1 kept the roles' own names; 2 had tools after a
@@ -41,14 +39,7 @@ RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
-KEPT, TRIMMED, REDUCED, DROPPED = OUTCOMES = ("kept", "trimmed", "reduced", "dropped")
-IDENTICAL, EMPTY = "identical", "of these with an empty answer"  # of pairs
-LEARNT_COUNTS = (
-    "answers learnt",
-    "answers rewritten",
-    "tokens learnt",
-    "answers learnt without an end",
-)
+KEPT, TRIMMED, REDUCED, DROPPED = "kept", "trimmed", "reduced", "dropped"
 _THINK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 
@@ -80,11 +71,6 @@ class Message:
         return self.role.lower() in MODEL_ROLES
 
     @property
-    def is_empty(self) -> bool:
-        """Whether it says and calls nothing."""
-        return not (self.content.strip() or self.reasoning or self.extra_fields.get("tool_calls"))
-
-    @property
     def is_learnt(self) -> bool:
         """Whether the model is to learn to write it."""
         return self.is_answer and not self.not_learnt
@@ -113,41 +99,9 @@ class Arguments(dict[str, Any]):
         return f"{text}{self}"
 
 
-class Counts(collections.Counter[str]):
-    """How many chats were kept, trimmed, reduced, dropped and left out; and LEARNT_COUNTS of
-    them."""
-
-    outcomes: Sequence[str] = OUTCOMES
-
-    def add(self, document: Document | None, outcome: str, ends: bool) -> None:
-        """Count a chat as `Template.encode_within` gives it; `ends`: whether its template ends
-        answers."""
-        self[outcome] += 1
-        self.add_learnt(document, ends)
-
-    def add_learnt(self, document: Document | None, ends: bool) -> None:
-        """Count what is learnt of a document."""
-        if document is not None and document.predicted is not None:
-            self["answers learnt"] += document.answers
-            self["answers rewritten"] += document.rewritten
-            self["tokens learnt"] += int(document.predicted.sum())
-            if not ends:
-                self["answers learnt without an end"] += document.answers
-
-    def __str__(self) -> str:
-        others = sorted(self.keys() - {*self.outcomes, *LEARNT_COUNTS})
-        return ", ".join(f"{self[name]:,} {name}" for name in (*self.outcomes, *others))
-
-    @property
-    def learnt_summary(self) -> str:
-        """What is learnt, in words."""
-        return ", ".join(f"{self[name]:,} {name}" for name in LEARNT_COUNTS if name in self)
-
-
-class PairCounts(Counts):
-    """How many pairs were kept, dropped as too long, and left out."""
-
-    outcomes = (KEPT, EMPTY, DROPPED, IDENTICAL)
+def in_words(counts: Mapping[str, int]) -> str:
+    """How often each thing happened."""
+    return ", ".join(f"{counts[name]:,} {name}" for name in sorted(counts))
 
 
 def parse_chat(messages: Any) -> list[Message]:

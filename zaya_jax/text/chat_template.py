@@ -411,7 +411,14 @@ class Template:
         predicted = started > stopped
         if not predicted.any():
             raise Incomplete("left out: the chat template writes no answer that can be learnt")
-        return Document(np.array(ids, self._tokenizer.dtype), predicted, learnt, total - learnt)
+        counts = {
+            "answers learnt": learnt,
+            "answers rewritten": total - learnt,
+            "tokens learnt": int(predicted.sum()),
+        }
+        if not any(self.ending):
+            counts["answers learnt without an end"] = learnt
+        return Document(np.array(ids, self._tokenizer.dtype), predicted, counts)
 
 
 def _split_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:

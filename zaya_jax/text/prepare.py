@@ -29,7 +29,7 @@ from zaya_jax.text import (
     text_files,
     tokenizers,
 )
-from zaya_jax.text.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
+from zaya_jax.text.prepare_task import WORK, Job, Options, Plan, Tally, Task
 from zaya_jax.text.tokenizers import Tokenizer
 
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
@@ -91,7 +91,7 @@ def _complete(directory: pathlib.Path, options: Options, plan: Plan) -> dict[str
     _remove_work_folder(directory)  # left by a process that was killed just before the end
     path = directory / shard_format.MANIFEST
     manifest = shard_format.check_manifest(path.read_bytes(), str(directory))
-    skipped = manifest["left_out"]["bad"] and not options.skip_bad
+    skipped = manifest["counts"].get(prepare_task.BAD) and not options.skip_bad
     if skipped or manifest["plan"] != prepare_task.plan_hash(plan):
         raise UserError(
             f"{directory} is complete, from other input or options, or another chat template; give"
@@ -227,12 +227,14 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
 def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:
     """The manifest of tasks that are all done."""
     directory = job.directory
-    shards, left_out, outcomes = _collect_records(job, num_tasks)
+    shards, tally = _collect_records(job, num_tasks)
     by_split = [shards[shards["split"] == index] for index in range(len(shard_format.SPLITS))]
     if not len(by_split[0]):
         _remove_all(directory, shards)
         raise UserError(
-            f"the input has no document for training: {left_out}; the rest is dropped or held out"
+            "the input has no document for training"
+            f" ({chat.in_words(tally.counts) or 'all are held out'}); give more input, or a smaller"
+            " --held_out"
         )
     # In this order, so that a directory with a manifest is complete: the table of shards, the
     # manifest, and `.work/` goes last.
@@ -245,7 +247,6 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         for key in ("tokens", "documents", "bundles", "bytes"):
             totals[split][key] = int(of_split[key].sum())
     pages, tokens = int(shards["pages"].sum()), int(shards["tokens"].sum())
-    learnt = {name: outcomes.pop(name) for name in chat.LEARNT_COUNTS if name in outcomes}
     manifest: dict[str, Any] = {
         "format": shard_format.FORMAT,
         "version": shard_format.VERSION,
@@ -261,16 +262,15 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         "token_bytes": width,
         "bundle_tokens": shard_format.BUNDLE_BYTES // width,
         "totals": totals,
-        "trim": None,
         "chats": None,
-        "left_out": vars(left_out),
+        **vars(tally),
         "storage_factor": pages * shard_format.PAGE_BYTES / (tokens * width),
         "shards_crc32c": google_crc32c.value(table),
         "plan": prepare_task.plan_hash(plan),
     }
-    if outcomes:  # there are chats
-        manifest["trim"] = {"context": plan["context"], **outcomes}
-        manifest["chats"] = {"template": chat_template.fingerprint(tokenizer), **learnt}
+    if "answers learnt" in tally.counts:
+        template = chat_template.fingerprint(tokenizer)
+        manifest["chats"] = {"context": plan["context"], "template": template}
     manifest["sha256"] = shard_format.json_sha256(manifest)
     content = json.dumps(manifest, indent=1).encode()
     shard_format.write_atomically(directory / shard_format.MANIFEST, content, directory / WORK)
@@ -278,21 +278,19 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     return manifest
 
 
-def _collect_records(job: Job, num_tasks: int) -> tuple[np.ndarray, LeftOut, chat.Counts]:
-    """What the records of all tasks say: the entries of their shards, the input left out, the
-    chats. They are read one at a time: a large corpus has hundreds of thousands."""
+def _collect_records(job: Job, num_tasks: int) -> tuple[np.ndarray, Tally]:
+    """What the records of all tasks say: the entries of their shards, and what became of their
+    input. They are read one at a time: a large corpus has hundreds of thousands."""
     shards = np.zeros(2 * num_tasks, shard_format.SHARD_TYPE)
     num_shards = 0
-    left_out = LeftOut()
-    outcomes = chat.Counts()
+    tally = Tally()
     for number in range(num_tasks):
         record = json.loads(job.record(number).read_bytes())
         for entry in record["shards"]:
             shards[num_shards] = tuple(entry[name] for name in shard_format.SHARD_TYPE.names or ())
             num_shards += 1
-        left_out.add(LeftOut(**record["left_out"]))
-        outcomes.update(record["trim"])
-    return shards[:num_shards], left_out, outcomes
+        tally.add(record["counts"], record["examples"])
+    return shards[:num_shards], tally
 
 
 def _remove_all(directory: pathlib.Path, shards: np.ndarray) -> None:

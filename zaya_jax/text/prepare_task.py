@@ -17,7 +17,7 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zaya_jax.config import UserError
@@ -28,7 +28,8 @@ from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import Tokenizer
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
-EXAMPLES = 20  # of left-out input, named in the manifest
+EXAMPLES = 20  # of each kind of input that is left out, named in the manifest
+BAD = "bad records and files"  # that cannot be read
 RECORD_READERS = 16  # at a time: each record is a wait on a network file system
 
 
@@ -140,7 +141,7 @@ def _is_done(job: Job, number: int) -> bool:
         record = json.loads(job.record(number).read_bytes())
         if record["made"] != job.made_by:
             return False
-        if record["left_out"]["bad"] and not job.options.skip_bad:
+        if record["counts"].get(BAD) and not job.options.skip_bad:
             return False
         return all(
             (job.directory / shard["file"]).stat().st_size == shard["bytes"]
@@ -151,42 +152,20 @@ def _is_done(job: Job, number: int) -> bool:
 
 
 @dataclasses.dataclass
-class LeftOut:
-    """Counts of input that is in no shard, beside dropped chats, and the first examples."""
+class Tally:
+    """What became of input: how often each thing happened, and the first examples of what is in no
+    shard."""
 
-    bad: int = 0  # records and files that cannot be read
-    not_text: int = 0  # files
-    empty: int = 0  # texts
-    bad_examples: list[str] = dataclasses.field(default_factory=list)
-    not_text_examples: list[str] = dataclasses.field(default_factory=list)
-    not_text_kinds: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.not_text_kinds.items())
-        of_kinds = f" ({kinds})" if kinds else ""
-        return (
-            f"{self.bad:,} bad records and files, {self.not_text:,} files that are not text"
-            f"{of_kinds}, {self.empty:,} empty texts"
-        )
-
-    def add(self, other: "LeftOut") -> None:
-        """Add the counts and examples of other input."""
-        self.bad += other.bad
-        self.not_text += other.not_text
-        self.empty += other.empty
-        self.bad_examples = (self.bad_examples + other.bad_examples)[:EXAMPLES]
-        self.not_text_examples = (self.not_text_examples + other.not_text_examples)[:EXAMPLES]
-        for kind, count in other.not_text_kinds.items():
-            self.not_text_kinds[kind] += count
-
-    def add_bad(self, error: inputs.BadInput) -> None:
-        """Count a record or file that cannot be read."""
-        example = [str(error)]
-        if isinstance(error, inputs.NotText):
-            kinds = {error.kind: 1}
-            self.add(LeftOut(not_text=1, not_text_examples=example, not_text_kinds=kinds))
-        else:
-            self.add(LeftOut(bad=1, bad_examples=example))
+    def add(
+        self, counts: Mapping[str, int], examples: Mapping[str, list[str]] | None = None
+    ) -> None:
+        """Add those of other input."""
+        self.counts.update(counts)
+        for name, more in (examples or {}).items():
+            self.examples[name] = (self.examples.get(name, []) + more)[:EXAMPLES]
 
 
 class _TaskWriter:
@@ -197,8 +176,7 @@ class _TaskWriter:
         self._job = job
         self._tokenizer = tokenizer
         self._writers: dict[str, ShardWriter] = {}
-        self._outcomes = chat.Counts()
-        self._left_out = LeftOut()
+        self._tally = Tally()
 
     def add(self, piece: InputRange) -> None:
         """Write a range's samples."""
@@ -221,12 +199,7 @@ class _TaskWriter:
         for entry in entries:
             partial = self._job.directory / WORK / entry.pop("partial")
             partial.replace(self._job.directory / entry["file"])
-        record = {
-            "made": self._job.made_by,
-            "shards": entries,
-            "trim": dict(self._outcomes),
-            "left_out": vars(self._left_out),
-        }
+        record = {"made": self._job.made_by, "shards": entries, **vars(self._tally)}
         shard_format.write_atomically(
             self._job.record(self._task.number), json.dumps(record).encode()
         )
@@ -241,7 +214,7 @@ class _TaskWriter:
         if len(tokens) > 2:
             self._write(name, Document(tokens))
         else:
-            self._left_out.empty += 1
+            self._tally.add({"empty texts": 1})
 
     def _add_chat(self, sample: inputs.Sample, messages: list[chat.Message]) -> None:
         try:
@@ -251,14 +224,18 @@ class _TaskWriter:
         except chat_template.Refused as error:
             self._count_bad_or_raise(inputs.BadInput(f"{sample.where}: {error}"))
             return
-        self._outcomes.add(document, outcome, any(self._template.ending))
+        self._tally.add({outcome: 1})
         if document is not None:
+            self._tally.add(document.counts)
             self._write(sample.name, document)
 
     def _count_bad_or_raise(self, error: inputs.BadInput) -> None:
-        if not self._job.options.skip_bad and not isinstance(error, inputs.NotText):
+        reason = BAD
+        if isinstance(error, inputs.NotText):
+            reason = f"files that are no text ({error.kind})"
+        elif not self._job.options.skip_bad:
             raise error
-        self._left_out.add_bad(error)
+        self._tally.add({reason: 1}, {reason: [str(error)]})
 
     def _write(self, name: str, document: Document) -> None:
         is_held_out = text_files.hash_below(name, self._job.options.held_out)

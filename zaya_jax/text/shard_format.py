@@ -30,7 +30,7 @@ import numpy as np
 from zaya_jax.config import UserError
 from zaya_jax.text.token_block import Document, TokenBlock, with_targets
 
-FORMAT, VERSION = "zaya_jax tokens", 2
+FORMAT, VERSION = "zaya_jax tokens", 3
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
 WORK = ".work"  # a folder of the preparation's own, until the manifest is there
 SPLITS = ("train", "held_out")
@@ -43,7 +43,6 @@ SHARD_TYPE = np.dtype(
         ("task", "<u4"),
         ("split", "<u4"),
         ("bundles", "<u4"),
-        ("crc32c", "<u4"),
         ("bytes", "<u8"),
         ("tokens", "<u8"),
         ("documents", "<u8"),
@@ -208,7 +207,6 @@ class ShardWriter:
         self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
-        self._crc = 0
         # tokens, whether a document begins there, whether it is to be predicted
         self._pending: list[tuple[np.ndarray, ...]] = []
         self._pending_tokens = 0  # at most a bundle's
@@ -239,8 +237,7 @@ class ShardWriter:
         lengths = np.frombuffer(self._lengths, np.uint64)
         bundle_table = encode_numbers(OFFSETS, offsets, self._address)
         document_table = encode_numbers(LENGTHS, lengths, self._address)
-        self._write(bundle_table)
-        self._write(document_table)
+        self._file.write(bundle_table + document_table)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -251,7 +248,6 @@ class ShardWriter:
             "split": self._split,
             "task": self._task,
             "bundles": len(self._offsets) - 1,
-            "crc32c": self._crc,
             "bytes": bundles_end + len(bundle_table) + len(document_table),
             "tokens": self._tokens,
             "documents": len(self._lengths),
@@ -290,15 +286,11 @@ class ShardWriter:
         address = self._address._replace(number=len(self._offsets) - 1)
         record = encode_bundle(tokens, starts, predicted, after, address)
         begin, end = self._offsets[-1], self._offsets[-1] + len(record)
-        self._write(record)
+        self._file.write(record)
         self._offsets.append(end)
         self._crcs.append(crc_of(record))
         self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
         self._tokens += len(tokens)
-
-    def _write(self, record: bytes) -> None:
-        self._file.write(record)
-        self._crc = google_crc32c.extend(self._crc, record)
 
 
 def write_atomically(

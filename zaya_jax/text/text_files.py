@@ -1,5 +1,4 @@
-"""Finds input files, and reads text that needs no preparing: the interpreter's standard library, or
-a folder, file or glob of text files.
+"""Finds input files: the interpreter's standard library, or a folder, file or glob.
 
 Everything here is deterministic: files come in the order of their relative paths, and a file is
 held out for evaluation by a hash of that path. So in a folder, adding a file moves no other one to
@@ -12,7 +11,6 @@ import fnmatch
 import glob
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import re
@@ -20,18 +18,14 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from zaya_jax.config import UserError
-from zaya_jax.text.token_block import TokenBlock, encode_texts
-from zaya_jax.text.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
-IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
 # bytes of a file that is one text: while it is encoded, a token takes 420 to 490 bytes
 LONGEST_TEXT = 256 << 20
 TOO_LONG = (
     f"has more than {LONGEST_TEXT >> 20} MiB, too many for one document; split it, or make a JSONL file"
     " of it"
 )
-EXAMPLES_IN_WARNING = 3  # of files left out; the others are counted
 # What a file holds, by its suffix without that of a compression; others are text.
 FILE_KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -45,7 +39,6 @@ FILE_KINDS = {
 COMPRESSION = (".gz", ".zst")
 HUB_PREFIX = "hf:"
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
-_log = logging.getLogger(__name__)
 
 
 def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
@@ -234,94 +227,10 @@ def _stat(path: pathlib.Path) -> tuple:
 
 def hash_below(name: str, share: float) -> bool:
     """Whether a name's hash is among the lowest `share` of all."""
-    return _hash(name) < share * 2**64
+    return name_hash(name) < share * 2**64
 
 
-def _hash(name: str) -> int:
+def name_hash(name: str) -> int:
+    """The number that decides whether a document of this name is held out."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big")
-
-
-def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[TokenBlock, TokenBlock]:
-    """(training, held-out) tokens of a whole text corpus, in memory."""
-    documents = named_texts(path)
-    if len(documents) == 1:
-        ((_, text),) = documents
-        cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
-        return encode_texts([text[:cut] or text], tokenizer), encode_texts([text[cut:]], tokenizer)
-    held_out = {name for name, _ in documents if hash_below(name, HELD_OUT_SHARE)}
-    if len(held_out) in (0, len(documents)):
-        held_out = {min((name for name, _ in documents), key=_hash)}
-    return (
-        encode_texts([text for name, text in documents if name not in held_out], tokenizer),
-        encode_texts([text for name, text in documents if name in held_out], tokenizer),
-    )
-
-
-def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
-    """The files of `list_files`, one after another; UserError where they are too large to be read
-    at every start."""
-    total = 0
-    for name, file in list_files(path):
-        total += _stat(file)[2]
-        if total > IN_MEMORY_LIMIT:
-            raise UserError(
-                f"{path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to"
-                " tokenise at every start; prepare it once with python -m experiments.prepare_data"
-                " and give that directory"
-            )
-        yield name, file
-
-
-def _text_or_reason(file: pathlib.Path) -> tuple[str, str]:
-    """(the text of a file, why it has none): one of the two is empty."""
-    kind = file_kind(file.name)
-    if kind not in ("text", "jsonl"):
-        return "", kind
-    if file.stat().st_size > LONGEST_TEXT:
-        raise UserError(f"{file} {TOO_LONG}")
-    raw = file.read_bytes()
-    if b"\0" in raw:
-        return "", "binary"
-    try:
-        return raw.decode("utf-8-sig"), ""
-    except UnicodeDecodeError:
-        return "", "not UTF-8"
-
-
-def named_texts(path: str) -> list[tuple[str, str]]:
-    """(name, text) of each document of a text corpus; files that are not text are counted and
-    reported."""
-    documents: list[tuple[str, str]] = []
-    not_text: list[str] = []
-    for name, file in files_for_memory(path):
-        text, reason = _text_or_reason(file)
-        if reason:
-            not_text.append(f"{printable(name)} ({reason})")
-        elif text.strip():
-            documents.append((name, text))
-    examples = ", ".join(not_text[:EXAMPLES_IN_WARNING])
-    if not documents:
-        raise UserError(
-            f"{path!r} has files, but none with UTF-8 text ({examples or 'all empty'});"
-            " give a corpus with text in it, or prepare it once with python -m"
-            " experiments.prepare_data"
-        )
-    if not_text and path != "stdlib":  # there, some of Python's tests have other encodings
-        _log.warning(
-            "%s: left out %d files that are not UTF-8 text, such as %s",
-            path,
-            len(not_text),
-            examples,
-        )
-    records = [name for name, _ in documents if name.lower().endswith((".jsonl", ".ndjson"))]
-    if records:
-        _log.warning(
-            "%s: %d of %d files are JSONL, taken as they stand with their braces and quotes (such"
-            " as %s); prepare_data takes the text of their records, and data.chats their chats",
-            path,
-            len(records),
-            len(documents),
-            printable(records[0]),
-        )
-    return documents

@@ -8,7 +8,7 @@ The two say it in different ways. `Document.predicted[i]` is of token i itself.
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,8 +21,8 @@ class Document:
 
     tokens: np.ndarray
     predicted: np.ndarray | None = None  # bool: the token is to be predicted; None: all of them
-    answers: int = 0  # of a chat: those that are learnt,
-    rewritten: int = 0  # and those that its template does not write as the model did
+    # of a chat: answers and tokens that are learnt, answers that its template rewrites
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""Reads chats, or pairs of them, that need no preparing: JSONL or Parquet to documents that fit the
-context, some of them held out.
+"""Reads what needs no preparing when a run starts: text, chats or pairs of chats, in the forms that
+`inputs` reads, to documents in memory, some of them held out.
 
-A record that is no chat ends the run in one line that names file and line, before anything is
-compiled; a preparation (`experiments.prepare_data`) can leave such records out. Everything is in
-memory: prepare large sets.
+Of texts, what cannot be read is left out and said. A record that is no chat ends the run in one
+line that names file and line, before anything is compiled; a preparation
+(`experiments.prepare_data`) can leave such records out. Prepare large sets.
 """
 
+import collections
 import dataclasses
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,11 +18,61 @@ import numpy as np
 from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, text_files, token_block
 from zaya_jax.text.answer_spans import Incomplete, Refused
-from zaya_jax.text.inputs import Sample
-from zaya_jax.text.token_block import Document, TokenBlock
+from zaya_jax.text.inputs import BadInput, Sample
+from zaya_jax.text.token_block import Document, TokenBlock, encode_texts
 from zaya_jax.text.tokenizers import Tokenizer
 
+LIMIT = 2 << 30  # bytes of files; above it a corpus belongs in prepared shards
+EXAMPLES = 3  # of what is left out; the rest is counted
 HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
+_log = logging.getLogger(__name__)
+
+
+def split_texts(path: str, tokenizer: Tokenizer) -> tuple[TokenBlock, TokenBlock]:
+    """(training, held-out) tokens of all texts of a path."""
+    documents = named_texts(path)
+    if len(documents) == 1:
+        ((_, text),) = documents
+        cut = len(text) - max(1, round(len(text) * text_files.HELD_OUT_SHARE))
+        return encode_texts([text[:cut] or text], tokenizer), encode_texts([text[cut:]], tokenizer)
+    names = [name for name, _ in documents]
+    held_out = {name for name in names if text_files.hash_below(name, text_files.HELD_OUT_SHARE)}
+    if len(held_out) in (0, len(documents)):
+        held_out = {min(names, key=text_files.name_hash)}
+    return (
+        encode_texts([text for name, text in documents if name not in held_out], tokenizer),
+        encode_texts([text for name, text in documents if name in held_out], tokenizer),
+    )
+
+
+def named_texts(path: str) -> list[tuple[str, str]]:
+    """(name, text) of each document of a path; what is no text is counted and reported."""
+    documents: list[tuple[str, str]] = []
+    left_out: list[str] = []
+    for sample in _samples(path, inputs.TextOrChat()):
+        if isinstance(sample, BadInput):
+            left_out.append(str(sample))
+        elif not isinstance(sample.content, str):
+            raise UserError(
+                f"{sample.where}: a chat; set config.data.chats=True to learn its answers, or"
+                " prepare chats and texts together with python -m experiments.prepare_data"
+            )
+        elif sample.content.strip():
+            documents.append((sample.name, sample.content))
+    examples = "; ".join(left_out[:EXAMPLES])
+    if not documents:
+        raise UserError(
+            f"{path!r} has files, but none with text ({examples or 'all empty'});"
+            " give a corpus with text in it"
+        )
+    if left_out and path != "stdlib":  # there, some of Python's tests have other encodings
+        _log.warning(
+            "%s: left out %d files or records that are no text, such as %s",
+            path,
+            len(left_out),
+            examples,
+        )
+    return documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +86,7 @@ class Chats:
     unit: str  # "chats" or "pairs"
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
-    counts: chat.Counts
+    counts: collections.Counter[str]
     tokenizer: Tokenizer
 
     def number(self, documents: list[Document]) -> int:
@@ -54,7 +106,7 @@ class Chats:
         note = (
             f"{self.path}: {self.number(train):,} {self.unit} to learn and"
             f" {self.number(held_out):,} held out"
-            f" ({self.counts}); {sum(map(len, blocks)):,} tokens, {self.counts.learnt_summary}"
+            f", {sum(map(len, blocks)):,} tokens ({chat.in_words(self.counts)})"
         )
         return blocks[0], blocks[1], note
 
@@ -82,18 +134,17 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
     """The chats or pairs of a file, directory or glob; UserError where a record is none, or none
     has an answer that fits."""
     template = chat_template.Template(tokenizer)
-    counts = chat.PairCounts() if pairs else chat.Counts()
+    counts = collections.Counter[str]()
     form = inputs.ChatPair() if pairs else inputs.TextOrChat()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
-    for sample in _samples(path, form):
+    for sample in _chats(path, form):
         try:
             if pairs:
-                encoded = _encode_pair(template, sample.content, context, counts)
+                encoded, outcome = _encode_pair(template, sample.content, context)
                 key = _hash(sample.content.shared or sample.content.chosen)
             else:
                 document, outcome = template.encode_within(sample.content, context)
-                counts.add(document, outcome, any(template.ending))
                 encoded = [] if document is None else [document]
                 key = _hash(sample.content)
         except Refused as error:
@@ -101,6 +152,9 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
         except UserError as error:
             raise UserError(f"{sample.where}: {error}") from None
         hashes.add(key)
+        counts[outcome] += 1
+        for document in encoded:
+            counts.update(document.counts)
         if encoded:
             documents.setdefault(key, []).extend(encoded)
     unit = "pairs" if pairs else "chats"
@@ -108,36 +162,26 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
         raise UserError(f"{path!r} has no {unit}; {form.advice}")
     if not documents:
         raise UserError(
-            f"{path!r}: its {counts.total():,} {unit} are all longer than the context of {context}"
-            f" tokens or left out ({counts}); prompts and answers are never"
+            f"{path!r}: its {unit} are all longer than the context of {context}"
+            f" tokens or left out ({chat.in_words(counts)}); prompts and answers are never"
             " cut: give a longer context, or for those left out another chat template"
         )
     return Chats(path, unit, documents, frozenset(hashes), counts, tokenizer)
 
 
 def _encode_pair(
-    template: chat_template.Template, pair: chat.Pair, context: int, counts: chat.Counts
-) -> list[Document]:
-    """The documents of a pair, which fit into the context together; none where it is left out."""
+    template: chat_template.Template, pair: chat.Pair, context: int
+) -> tuple[list[Document], str]:
+    """(the documents of a pair, none where it is left out; how it fits into the context)."""
     try:
         documents = [template.encode_chat(side) for side in (pair.chosen, pair.rejected)]
     except Incomplete as error:
-        counts[str(error)] += 1
-        return []
+        return [], str(error)
     if np.array_equal(documents[0].tokens, documents[1].tokens):
-        counts[chat.IDENTICAL] += 1
-        return []
+        return [], "identical"
     if sum(len(document.tokens) for document in documents) > context:
-        counts[chat.DROPPED] += 1
-        return []
-    counts[chat.KEPT] += 1
-    for document in documents:
-        counts.add_learnt(document, any(template.ending))
-    counts[chat.EMPTY] += any(
-        all(turn.is_empty for turn in side[len(pair.shared) :])
-        for side in (pair.chosen, pair.rejected)
-    )
-    return documents
+        return [], chat.DROPPED
+    return documents, chat.KEPT
 
 
 def _hash(messages: list[chat.Message]) -> bytes:
@@ -154,25 +198,34 @@ def read_whole(
     are."""
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {chats.number(documents):,} {chats.unit} to evaluate on ({chats.counts})"
+    note = f"{path}: {chats.number(documents):,} {chats.unit} to evaluate on ({chat.in_words(chats.counts)})"
     return token_block.concatenate(documents, tokenizer), note
 
 
-def _samples(path: str, form: inputs.Form) -> Iterator[Sample]:
+def _chats(path: str, form: inputs.Form) -> Iterator[Sample]:
     """Every record; UserError where one is no chat or pair."""
-    for _, file in text_files.files_for_memory(path):
+    for sample in _samples(path, form):
+        if isinstance(sample, BadInput):
+            raise UserError(f"{sample}; fix it, or {form.way_out}")
+        if isinstance(sample.content, str):
+            raise UserError(
+                f"{sample.where}: a text and no chat, but config.data.chats is set; name the files"
+                f" of chats with a glob; {form.advice}"
+            )
+        yield sample
+
+
+def _samples(path: str, form: inputs.Form) -> Iterator[Sample | BadInput]:
+    """What `inputs` reads of the files of a path; UserError where they are too large to be read at
+    every start."""
+    total = 0
+    for name, file in text_files.list_files(path):
         for piece in inputs.whole_file(str(file)):
-            if piece.kind not in inputs.RECORDS:
+            total += piece.cost
+            if total > LIMIT:
                 raise UserError(
-                    f"config.data.chats is set, but {piece} is neither JSONL nor Parquet; name the"
-                    f" files of chats with a glob; {form.advice}"
+                    f"{path!r} is above {LIMIT >> 30} GiB, too much to tokenise at every start;"
+                    " prepare it once with python -m experiments.prepare_data and give that"
+                    " directory"
                 )
-            for sample in inputs.samples(piece, form):
-                if isinstance(sample, inputs.BadInput):
-                    raise UserError(f"{sample}; fix the record, or {form.way_out}")
-                if isinstance(sample.content, str):
-                    raise UserError(
-                        f"{sample.where}: a text and no chat, but config.data.chats is set;"
-                        f" {form.advice}"
-                    )
-                yield sample
+            yield from inputs.samples(dataclasses.replace(piece, name=name), form)
