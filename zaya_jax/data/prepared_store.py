@@ -89,18 +89,11 @@ class Lru[K, V]:
                 self._size -= self._entries.popitem(last=False)[1][1]
 
 
-def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """The bytes of each (start, stop) of a file; fewer where it ends before."""
-    if is_local(url):
-        pieces = []
-        with open(url, "rb") as file:
-            for start, stop in ranges:
-                file.seek(start)
-                pieces.append(file.read(stop - start))
-        return pieces
-    filesystem, path = fsspec.core.url_to_fs(url)
+def read_ranges(files: Any, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The bytes of each (start, stop) of a file of a file system of fsspec's; fewer where it ends
+    before."""
     starts, stops = zip(*ranges, strict=True)
-    answers = filesystem.cat_ranges([path] * len(ranges), list(starts), list(stops))
+    answers = files.cat_ranges([path] * len(ranges), list(starts), list(stops))
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
@@ -124,6 +117,7 @@ class PreparedStore:
         self.split = split
         self.on_corrupt = on_corrupt
         self.manifest = load_manifest(directory)
+        self._files, self._root = fsspec.core.url_to_fs(directory)
         table = load_shards(directory, self.manifest)
         self.shards = table[table["split"] == shard_format.SPLITS.index(split)]
         self.num_shards = len(self.shards)
@@ -307,9 +301,11 @@ class PreparedStore:
     def _read_ranges(self, shard: int, ranges: list[tuple[int, int]]) -> list[bytes]:
         """Byte ranges of a shard's file, with retries."""
         name = self.shard_file(shard)
-        url = join(self.name, name)
+        path = join(self._root, name)
         return retried(
-            lambda: read_ranges(url, ranges), f"shard {name} of {self.name}", self._count_retry
+            lambda: read_ranges(self._files, path, ranges),
+            f"shard {name} of {self.name}",
+            self._count_retry,
         )
 
     def _count_retry(self) -> None:
