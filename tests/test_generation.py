@@ -85,7 +85,7 @@ def spelt_as_llama():
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return tokenizers.HuggingFace(made.to_str().encode(), {}, "made here")
+    return tokenizers.Tokenizer(made.to_str().encode(), {}, "made here")
 
 
 def test_a_text_goes_on_from_its_prompt_with_its_space():

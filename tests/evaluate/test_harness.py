@@ -240,7 +240,7 @@ def test_the_tokenizer_says_whether_texts_have_a_begin_of_document(adds):
     content = json.loads(tokenizers.Bytes().json())
     if not adds:
         content["post_processor"] = None
-    found = tokenizers.HuggingFace(json.dumps(content).encode(), {}, "made here")
+    found = tokenizers.Tokenizer(json.dumps(content).encode(), {}, "made here")
     answers = [harness._Answers(None, found, bos, 1, 0, False) for bos in (None, True, False)]
     for one in answers:
         one.prefix_token_id = found.bos_id

@@ -33,6 +33,6 @@ def tokenizer_of(source, settings=None, **files):
     files = {"tokenizer_config.json": json.dumps(settings), **files}
     if source:
         files["chat_template.jinja"] = source
-    return tokenizers.HuggingFace(
+    return tokenizers.Tokenizer(
         _content(), {}, "made here", {name: text.encode() for name, text in files.items()}
     )

@@ -240,7 +240,7 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
         Path(path).write_text(json.dumps(record))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
+    part = inputs.whole_file(path, "a")
     ((_, where, found),) = inputs.samples(part, inputs.TextOrChat())
     assert where == f"{path}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
     if isinstance(found, list):
@@ -280,7 +280,7 @@ def test_a_map_of_arrow_s_is_an_object(tmp_path, form):
         pyarrow.parquet.write_table(table, path)
     else:
         pyarrow.feather.write_feather(table, path, compression="uncompressed")
-    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
+    part = inputs.whole_file(path, "a")
     ((*_, found),) = inputs.samples(part, inputs.TextOrChat())
     (call,) = found[1].extra_fields["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Rome"}
@@ -294,7 +294,7 @@ def test_an_answer_that_kto_labels_as_bad_is_not_learnt(tmp_path, form):
         Path(path).write_text("\n".join(map(json.dumps, records)))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    ((part,),) = inputs.make_tasks([(path, 1 << 20, 0)], 1 << 30)
+    part = inputs.whole_file(path, "a")
     good, bad = inputs.samples(part, inputs.TextOrChat())
     assert [turn.content for turn in good.content] == ["q", "a"]
     assert str(bad).endswith("its label is false, so its answer is a bad one (KTO) and not learnt")
@@ -362,7 +362,7 @@ def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
 
 
 def test_marks_that_a_vocabulary_lacks_are_spelt_out():
-    bare = tokenizers.HuggingFace(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
+    bare = tokenizers.Tokenizer(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
     assert chat_template.has_turn_tokens(BPE) and not chat_template.has_turn_tokens(bare)
     template = chat_template.Template(bare)
     assert template.ending == ([], ["<|end_turn|>"])

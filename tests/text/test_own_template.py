@@ -33,12 +33,12 @@ def made():
     content = json.loads(tokenizers.Bytes().json())
     tok = library.Tokenizer.from_str(json.dumps(content))
     tok.add_special_tokens(MARKS)
-    return tokenizers.HuggingFace(tok.to_str().encode(), {}, "made here")
+    return tokenizers.Tokenizer(tok.to_str().encode(), {}, "made here")
 
 
 def with_template(tokenizer, source, settings=None):
     """The tokenizer with these files beside it."""
-    own = tokenizers.HuggingFace(tokenizer.json().encode(), {}, "made here")
+    own = tokenizers.Tokenizer(tokenizer.json().encode(), {}, "made here")
     own.extra_files = {"chat_template.jinja": source.encode()} if source else {}
     own.extra_files |= {"tokenizer_config.json": json.dumps(settings).encode()} if settings else {}
     return own

@@ -1,20 +1,18 @@
 """Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain
 files.
 
-`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. All
-tokenizers share one interface, so no other module asks for their kind.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Bytes are one
+like any other, only faster.
 """
 
-import abc
 import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import pathlib
-import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +51,8 @@ EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[S
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 ID_NAMES = {"bos_id": BOS_NAMES, "eos_id": EOS_NAMES, "pad_id": PAD_NAMES}
 
+BYTES_CHAT_TOKENS = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
+
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
@@ -72,41 +72,72 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-class Tokenizer(abc.ABC):
-    """The interface of all tokenizers; a kind adds `encode`, `decode`, `json` and `_tokenizer`."""
+class Tokenizer:
+    """A `tokenizer.json`, run by the tokenizers library, and its ids of begin, end and padding."""
 
-    kind: str
-    vocab_size: int  # greatest id + 1
+    kind = "huggingface"
     bos_id: int
     eos_id: int
     pad_id: int
-    sha256: str  # of everything that decides which ids a text becomes
-    adds_bos = False  # whether transformers would begin a text with BOS when encoding it
-    _tokenizer: Any  # the tokenizers library's
-    own_files: Mapping[str, bytes] = types.MappingProxyType(
-        {}
-    )  # which `load` reads, beside META_FILE
-    extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, for other programs
+
+    def __init__(
+        self,
+        content: bytes,
+        ids: dict[str, int],
+        where: str,
+        extra: Mapping[str, bytes] | None = None,
+    ) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(
+                f"tokenizer {where} is not a Hugging Face tokenizer.json: {first_line(error)}"
+            ) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+        self.content = content
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.extra_files = extra or {}  # EXTRA_FILES, for other programs
+        names = special_names(self.extra_files)
+        configured = {
+            ours: self.special_id(names.get(theirs.removesuffix("_id")) or "")
+            for theirs, ours in MODEL_IDS.items()
+        }
+        self._choose_ids(configured | ids, where)
+        # whether transformers would begin a text with BOS when encoding it
+        self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
+        self.sha256 = self._hash(content)  # of everything that decides which ids a text becomes
 
     def __repr__(self) -> str:
         return f"<{self.kind} tokenizer of {self.vocab_size:,} ids, sha256 {self.sha256[:8]}>"
 
-    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
+        try:
+            # without places
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            utf8(text)
+            raise UserError(
+                f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}"
+            ) from None
+        return encoding.ids
 
-    @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens give nothing, broken UTF-8 gives replacement
         characters."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def _ids(self, text: str) -> Sequence[int] | np.ndarray:
-        """The same, in the form that is copied fastest."""
-        return self.encode(text)
+    def json(self) -> str:
+        """The tokenizers library's tokenizer.json."""
+        return self.content.decode("utf-8")
 
     def encode_document(self, text: str) -> np.ndarray:
         """The ids of a text between begin and end of document."""
-        ids = self._ids(text)
+        ids = self.encode(text)
         document: np.ndarray = np.empty(len(ids) + 2, self.dtype)
         document[0] = self.bos_id
         document[1:-1] = ids
@@ -142,10 +173,6 @@ class Tokenizer(abc.ABC):
         encoding = self._specials_tokenizer.encode(utf8(text).decode(), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    @abc.abstractmethod
-    def json(self) -> str:
-        """The tokenizers library's tokenizer.json."""
-
     @functools.cached_property
     def _specials_tokenizer(self) -> Any:
         import tokenizers
@@ -175,7 +202,7 @@ class Tokenizer(abc.ABC):
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in {**self.extra_files, **self.own_files}.items():
+        for name, content in self._files().items():
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         meta = {
@@ -188,108 +215,13 @@ class Tokenizer(abc.ABC):
         }
         (directory / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
 
+    def _files(self) -> dict[str, bytes]:
+        """The files that `save` writes beside META_FILE."""
+        return {**self.extra_files, FILE: self.content}
+
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
         return hashlib.sha256(ids + content).hexdigest()
-
-
-class Bytes(Tokenizer):
-    """UTF-8 bytes as ids 0..255, then eight specials: a vocabulary of 264."""
-
-    kind = "bytes"
-    adds_bos = True
-    vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
-    _document_tokens: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}
-    _chat_tokens: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
-
-    def __init__(self) -> None:
-        self.sha256 = self._hash(json.dumps(self._chat_tokens).encode())
-
-    def encode(self, text: str) -> list[int]:
-        return list(utf8(text))
-
-    def _ids(self, text: str) -> np.ndarray:
-        return np.frombuffer(utf8(text), np.uint8)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
-
-    def json(self) -> str:
-        return self._tokenizer.to_str()
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        """A BPE of bytes that merges nothing."""
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
-        # GPT-2's names of bytes: printable characters, and U+0100 and on for the others
-        vocabulary: dict[str, int] = {}
-        others = itertools.count(0x100)
-        for byte in range(256):
-            printable = chr(byte).isprintable() and byte not in (0x20, 0xAD)
-            vocabulary[chr(byte if printable else next(others))] = byte
-        names = self._document_tokens | self._chat_tokens | {"<|unused|>": 263}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(
-            [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
-        )
-        return _with_bos(tokenizer)
-
-
-class HuggingFace(Tokenizer):
-    """A `tokenizer.json`, run by the tokenizers library."""
-
-    kind = "huggingface"
-
-    def __init__(
-        self,
-        content: bytes,
-        ids: dict[str, int],
-        where: str,
-        extra: Mapping[str, bytes] | None = None,
-    ) -> None:
-        import tokenizers
-
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exceptions
-            raise UserError(
-                f"tokenizer {where} is not a Hugging Face tokenizer.json: {first_line(error)}"
-            ) from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
-        self.own_files = {FILE: content}
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.extra_files = extra or {}
-        names = special_names(self.extra_files)
-        configured = {
-            ours: self.special_id(names.get(theirs.removesuffix("_id")) or "")
-            for theirs, ours in MODEL_IDS.items()
-        }
-        self._choose_ids(configured | ids, where)
-        self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
-        self.sha256 = self._hash(content)
-
-    def encode(self, text: str) -> list[int]:
-        try:
-            # without places
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exceptions
-            utf8(text)
-            raise UserError(
-                f"the tokenizer cannot encode {text[:40]!r}: {first_line(error)}"
-            ) from None
-        return encoding.ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def json(self) -> str:
-        return self.own_files[FILE].decode("utf-8")
 
     def _choose_ids(self, configured: Mapping[str, int | None], where: str) -> None:
         """Sets the ids of begin, end and padding: those that files beside the tokenizer give, or
@@ -315,6 +247,48 @@ class HuggingFace(Tokenizer):
                     f" and name the file {FILE}"
                 )
             setattr(self, key, chosen)
+
+
+class Bytes(Tokenizer):
+    """UTF-8 bytes as ids 0..255, then eight specials: a vocabulary of 264."""
+
+    kind = "bytes"
+
+    def __init__(self) -> None:
+        super().__init__(_bytes_json(), {}, "bytes")
+        self.sha256 = self._hash(json.dumps(BYTES_CHAT_TOKENS).encode())
+
+    def encode(self, text: str) -> list[int]:
+        return list(utf8(text))
+
+    def encode_document(self, text: str) -> np.ndarray:
+        ends: np.ndarray = np.array([self.bos_id, self.eos_id], self.dtype)
+        return np.insert(ends, 1, np.frombuffer(utf8(text), np.uint8))
+
+    def _files(self) -> dict[str, bytes]:
+        return {}
+
+
+@functools.cache
+def _bytes_json() -> bytes:
+    """A BPE of bytes that merges nothing."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # GPT-2's names of bytes: printable characters, and U+0100 and on for the others
+    vocabulary: dict[str, int] = {}
+    others = itertools.count(0x100)
+    for byte in range(256):
+        printable = chr(byte).isprintable() and byte not in (0x20, 0xAD)
+        vocabulary[chr(byte if printable else next(others))] = byte
+    names = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258, **BYTES_CHAT_TOKENS, "<|unused|>": 263}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
+    )
+    return _with_bos(tokenizer).to_str().encode()
 
 
 def load(spec: str | pathlib.Path) -> Tokenizer:
@@ -350,7 +324,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
-    tokenizer = HuggingFace(content, ids, str(path), extra)
+    tokenizer = Tokenizer(content, ids, str(path), extra)
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs);"
@@ -380,7 +354,7 @@ def special_names(files: Mapping[str, bytes]) -> dict[str, str | None]:
     return names
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly `vocab_size` ids, specials first, trained on `texts`: it encodes
     any text."""
     import tokenizers
@@ -408,7 +382,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
             f"the input gives a BPE of {size} ids, {vocab_size} were asked for; ask for {size}, or"
             " give more text"
         )
-    return HuggingFace(_with_bos(tokenizer).to_str().encode("utf-8"), {}, "trained here")
+    return Tokenizer(_with_bos(tokenizer).to_str().encode("utf-8"), {}, "trained here")
 
 
 def _with_bos(tokenizer: Any) -> Any:
