@@ -27,16 +27,17 @@ def run_preparation(args: argparse.Namespace) -> int:
     )
     part_name = "" if args.part is None else f"part {args.part[0]}/{args.part[1]}"
     with Progress(desc=part_name or None, unit="B") as bar:
-        began = time.perf_counter()
+        began, made = time.perf_counter(), 0
 
-        def show(progress: prepare.PreparationProgress) -> None:
+        def show(done: int, total: int, tokens: int) -> None:
+            nonlocal made
             if bar.total is None:  # the work of an earlier run says nothing of speed
-                bar.total = progress.total
-                bar.initial = bar.n = bar.last_print_n = progress.done
-            speed = progress.tokens / (time.perf_counter() - began) / 1e6
-            tasks = f"{progress.tasks:,}/{progress.total_tasks:,} tasks"
-            bar.set_postfix_str(f"{tasks}, {speed:.2f} M tokens/s", refresh=False)
-            bar.update(progress.done - bar.n)
+                bar.total = total
+                bar.initial = bar.n = bar.last_print_n = done
+            made += tokens
+            speed = made / (time.perf_counter() - began) / 1e6
+            bar.set_postfix_str(f"{speed:.2f} M tokens/s", refresh=False)
+            bar.update(done - bar.n)
 
         manifest, was_complete = prepare.prepare(
             options, args.out, args.processes or 0, show, args.part

@@ -105,9 +105,12 @@ def test_an_arrow_file_of_feather_is_read(tmp_path, compression):
 def test_an_arrow_file_that_has_no_text_is_told_once(tmp_path):
     pyarrow.feather.write_feather(pyarrow.table({"n": [1, 2, 3]}), tmp_path / "a.arrow")
     (tmp_path / "b.arrow").write_bytes(b"FEA1" + bytes(100))
-    for name, reason in (("a", "has columns n, but expected a text"), ("b", "first version")):
+    for name, reason in (
+        ("a", "has columns n, but expected a text"),
+        ("b", "row group 0 is damaged"),
+    ):
         given = [str(tmp_path / f"{name}.arrow")]
-        check_refused(f"{name}.arrow .*{reason}", here, Options(given), tmp_path / name)
+        check_refused(f"{name}.arrow.*{reason}", here, Options(given), tmp_path / name)
     (tmp_path / "u.txt").write_text("sound")
     options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
     manifest, _ = here(options, tmp_path / "out")
@@ -148,7 +151,7 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
     here(options, tmp_path / "whole")
     assert texts_of(tmp_path / "whole") == sorted(TEXTS)
     for index in (1, 0):
-        prepare.prepare(options, str(tmp_path / "parts"), 1, lambda _: None, part=(index, 2))
+        prepare.prepare(options, str(tmp_path / "parts"), 1, lambda *_: None, part=(index, 2))
     here(options, tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
@@ -167,7 +170,7 @@ def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkey
 
 def test_a_preparation_stays_with_its_revision(tmp_path, remote):
     options = Options(["hf:owner/name/sub:test"])
-    prepare.prepare(options, str(tmp_path / "out"), 1, lambda _: None, part=(0, 2))
+    prepare.prepare(options, str(tmp_path / "out"), 1, lambda *_: None, part=(0, 2))
     remote["decade"] = ["rewritten"] * 100
     here(options, tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
@@ -180,7 +183,7 @@ def test_data_sets_in_another_order_are_other_input_and_one_given_twice_is_one(
     monkeypatch.setattr(hub, "shard_inputs", lambda spec, planned: [f"{spec}#0/1@c0ffee"])
     monkeypatch.setattr(hub, "rows", lambda shard: iter([{"text": shard}]))
     out, options = tmp_path / "out", Options(["hf:a", "hf:b", "hf:a"], held_out=0.0)
-    prepare.prepare(options, str(out), 1, lambda _: None, part=(0, 2))
+    prepare.prepare(options, str(out), 1, lambda *_: None, part=(0, 2))
     assert len(prepare._saved_plan(out)["files"]) == 2
     other = Options(["hf:b", "hf:a"], held_out=0.0)
     check_refused("was begun with other inputs; repeat the first command", here, other, out)

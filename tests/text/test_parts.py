@@ -67,7 +67,7 @@ def options_for(source, **changed):
 
 
 def part(options, out, index, count):
-    return prepare.prepare(options, str(out), 1, lambda _: None, (index, count))[1]
+    return prepare.prepare(options, str(out), 1, lambda *_: None, (index, count))[1]
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkey
     assert not list((tmp_path / "out").glob("*.tokens"))
 
 
-@pytest.mark.parametrize("which", range(4))  # plan, tokenizer, spelling of chats, library
+@pytest.mark.parametrize("which", range(3))  # plan, tokenizer, library
 def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, source, whole, which):
     """As of a machine with another version of the library, or of a folder that was put together by
     hand."""
@@ -349,7 +349,7 @@ def test_a_bad_record_ends_it_although_its_worker_has_ended(tmp_path, monkeypatc
 
     def attempt():
         try:
-            list(IN_PROCESSES(job, prepare_task.tasks_of(plan), 1))
+            list(IN_PROCESSES(job, inputs.make_tasks(plan["files"], 1), 1))
         except inputs.BadInput as error:
             errors.append(error)
 

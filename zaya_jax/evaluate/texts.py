@@ -23,7 +23,6 @@ from zaya_jax.evaluate.scorer import Scorer, TokenRow
 from zaya_jax.text import chat_template, inputs
 from zaya_jax.text.tokenizers import Tokenizer
 
-PART_BYTES = 64 << 20  # of an input file that are read at a time
 BUCKETS = 32  # powers of two of positions in a document
 # tokens of full windows that are scored at a time: enough for batches of similar lengths
 TOKENS_AT_A_TIME = 1 << 22
@@ -133,9 +132,8 @@ def _of_files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[ScoredDocument]:
     template = chat_template.Template(tokenizer)
-    files = [(name, *inputs.file_stamp(name)) for name in files_of(path)]
-    for piece in itertools.chain.from_iterable(inputs.make_tasks(files, PART_BYTES)):
-        for sample in inputs.samples(piece, inputs.TextOrChat(text_field)):
+    for file in files_of(path):
+        for sample in inputs.samples(inputs.whole_file(file, file), inputs.TextOrChat(text_field)):
             if isinstance(sample, inputs.NotText):
                 skipped(str(sample))
             elif isinstance(sample, inputs.BadInput):

@@ -1,25 +1,23 @@
 """Reads input files as named samples: text, JSONL and Parquet, plain or compressed.
 
     find_inputs   paths, globs, hf:...      → files
-    make_tasks    files                     → tasks: lists of ranges of files
+    make_tasks    files                     → tasks: ranges of files
     samples       one range                 → its samples, and what cannot be read
 
-Large uncompressed JSONL files are divided by bytes and Parquet files by row groups, so that one big
-file keeps all processes busy. A sample's name is its file and its position there, and its hash
-decides whether it is held out. Input that cannot be read comes as a `BadInput` among the samples: a
-bad record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
+Large Parquet files and uncompressed ones of JSONL are divided by bytes, so that one big file keeps
+all processes busy: a line or row group belongs to the range in which it begins. A sample's name is
+its file and its position there, and its hash decides whether it is held out. Input that cannot be
+read comes as a `BadInput` among the samples: a bad record costs one record, a damaged compressed
+file its rest, damaged Parquet a row group.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import gzip
 import io
 import json
 import os
 import pathlib
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,9 +27,8 @@ from zaya_jax.text import chat, hub, text_files
 from zaya_jax.text.tokenizers import NotUnicode, utf8
 
 CHAT_FIELDS = ("messages", "conversations", "conversation")
-OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
-FEATHER, FIRST_FEATHER = b"ARROW1", b"FEA1"  # with which such files begin
+FEATHER = b"ARROW1"  # with which such files begin
 Stamp = tuple[int, int]  # bytes, time of change in ns
 RECORDS = ("jsonl", "parquet", "arrow", "hub")  # the kinds of files with texts or chats in fields
 
@@ -58,7 +55,7 @@ class NotText(BadInput):
 
 @dataclasses.dataclass(frozen=True)
 class InputRange:
-    """A range of one input file: bytes of JSONL, row groups of Parquet, or all of it."""
+    """A range of bytes of one input file: all of it, or the lines or row groups that begin there."""
 
     path: str
     name: str  # relative, the same on any machine
@@ -188,13 +185,26 @@ def find_inputs(
     return [*sorted(map(str, text_files.unique_files(files))), *dict.fromkeys(streamed)]
 
 
-def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[list[InputRange]]:
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The unit of a preparation: ranges of the input that become at most one training and one
+    held-out shard."""
+
+    number: int
+    ranges: list[InputRange]
+
+    @property
+    def cost(self) -> int:
+        """Bytes of input."""
+        return sum(piece.cost for piece in self.ranges)
+
+
+def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[Task]:
     """Tasks of about `task_bytes` of input each: ranges of large files, or several small files
     together.
 
-    Files come with their stamps, so that all who share a preparation divide it alike. Those of
-    Parquet are opened, for the number of their row groups, many at a time: on a file system over
-    the network each is a wait.
+    Files come with their stamps, so that all who share a preparation divide it alike; none is
+    opened.
     """
     folders = [
         os.path.dirname(os.path.abspath(path))
@@ -202,25 +212,22 @@ def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[l
         if text_files.file_kind(path) != "hub"
     ]
     root = os.path.commonpath(folders) if folders else ""
-    parquet = [path for path, *_ in files if text_files.file_kind(path) == "parquet"]
-    with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-        groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
-    tasks: list[list[InputRange]] = []
+    tasks: list[Task] = []
     size = 0  # of the last task
     for path, file_size, time_ns in files:
-        for piece in _ranges(path, (file_size, time_ns), root, task_bytes, groups):
+        for piece in _ranges(path, (file_size, time_ns), root, task_bytes):
             if not tasks or (size and size + piece.cost > task_bytes):
-                tasks.append([])
+                tasks.append(Task(len(tasks), []))
                 size = 0
-            tasks[-1].append(piece)
+            tasks[-1].ranges.append(piece)
             size += piece.cost
     return tasks
 
 
-def whole_file(path: str) -> list[InputRange]:
-    """The ranges of a file that is divided as little as its kind allows."""
-    tasks = make_tasks([(path, *file_stamp(path))], sys.maxsize)
-    return [piece for task in tasks for piece in task]
+def whole_file(path: str, name: str) -> InputRange:
+    """All of a file."""
+    stamp = file_stamp(path)
+    return InputRange(path, name, text_files.file_kind(path), stamp, 0, stamp[0], stamp[0])
 
 
 def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
@@ -244,37 +251,18 @@ def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {piece}: {first_line(error)}")
 
 
-def _row_groups(path: str) -> int:
-    try:
-        with _open_parquet(path) as file:
-            return file.num_row_groups
-    except BadInput:
-        return 1  # found bad again when it is to be read, and reported there
-
-
-def _ranges(
-    path: str, stamp: Stamp, root: str, task_bytes: int, groups: dict[str, int]
-) -> Iterator[InputRange]:
-    """The ranges that a file is divided into."""
+def _ranges(path: str, stamp: Stamp, root: str, task_bytes: int) -> Iterator[InputRange]:
+    """The ranges that a file is divided into: equal ones of JSONL and Parquet, all of others."""
     kind = text_files.file_kind(path)
     if kind == "hub":  # a task of its own
         yield InputRange(path, path.rpartition("@")[0], kind, stamp, 0, 1, task_bytes)
         return
     name = os.path.abspath(path)[len(root) :].lstrip("/")
-    piece = functools.partial(InputRange, path, name, kind, stamp)
-    size, _ = stamp
-    if kind == "parquet":
-        count = groups[path]
-        step = max(1, count * task_bytes // max(size, 1))
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            yield piece(start, stop, size * (stop - start) // count)
-    elif kind == "jsonl" and not _is_compressed(path):
-        for start in range(0, max(size, 1), task_bytes):
-            stop = min(start + task_bytes, size)
-            yield piece(start, stop, stop - start)
-    else:
-        yield piece(0, size, size)
+    size = max(stamp[0], 1)
+    step = task_bytes if kind in ("jsonl", "parquet") and not _is_compressed(path) else size
+    for start in range(0, size, step):
+        stop = min(start + step, stamp[0])
+        yield InputRange(path, name, kind, stamp, start, stop, stop - start)
 
 
 def _is_compressed(path: str) -> bool:
@@ -367,7 +355,11 @@ def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
         if piece.start and not form.is_in(names):
             return  # it is the file's, and was said of its first range
         columns = _columns(piece, names, form)
-        for group in range(piece.start, piece.stop):
+        for group in range(file.num_row_groups):
+            begin = file.metadata.row_group(group).column(0).data_page_offset
+            # one that a damaged footer puts elsewhere is read with an end of the file
+            if not piece.start <= max(0, min(begin, piece.stamp[0] - 1)) < piece.stop:
+                continue
             batches = file.iter_batches(256, [group], columns)
             # Arrow's maps as objects: of two values of one key the last counts, as in JSON.
             rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="lossy"))
@@ -393,8 +385,6 @@ def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
     with pyarrow.memory_map(piece.path) as file:
         mark = file.read(len(FEATHER))
         file.seek(0)
-        if mark.startswith(FIRST_FEATHER):
-            raise BadInput(f"{piece} is of Feather's first version; write it anew as Parquet")
         if mark == FEATHER:
             reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))

@@ -25,6 +25,7 @@ from zaya_jax.text.tokenizers import Tokenizer
 LIMIT = 2 << 30  # bytes of files; above it a corpus belongs in prepared shards
 EXAMPLES = 3  # of what is left out; the rest is counted
 HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
+UNITS = {1: "chats", 2: "pairs"}
 _log = logging.getLogger(__name__)
 
 
@@ -83,17 +84,15 @@ class Chats:
     """
 
     path: str
-    unit: str  # "chats" or "pairs"
+    together: int  # 2 of pairs, which are two documents
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
     counts: collections.Counter[str]
     tokenizer: Tokenizer
 
-    def number(self, documents: list[Document]) -> int:
-        """How many chats or pairs these documents are."""
-        if self.unit == "pairs":
-            return len(documents) // 2
-        return len(documents)
+    def number(self, documents: list[Document]) -> str:
+        """How many chats or pairs these documents are, in words."""
+        return f"{len(documents) // self.together:,} {UNITS[self.together]}"
 
     def split(self, last_held_out: bytes) -> tuple[TokenBlock, TokenBlock, str]:
         """(those to learn, those held out, whose hashes are `last_held_out` and below, a note on
@@ -104,8 +103,7 @@ class Chats:
             (held_out if key <= last_held_out else train).extend(documents)
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
-            f"{self.path}: {self.number(train):,} {self.unit} to learn and"
-            f" {self.number(held_out):,} held out"
+            f"{self.path}: {self.number(train)} to learn and {self.number(held_out)} held out"
             f", {sum(map(len, blocks)):,} tokens ({chat.in_words(self.counts)})"
         )
         return blocks[0], blocks[1], note
@@ -157,7 +155,8 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
             counts.update(document.counts)
         if encoded:
             documents.setdefault(key, []).extend(encoded)
-    unit = "pairs" if pairs else "chats"
+    together = 2 if pairs else 1
+    unit = UNITS[together]
     if not hashes:
         raise UserError(f"{path!r} has no {unit}; {form.advice}")
     if not documents:
@@ -166,7 +165,7 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
             f" tokens or left out ({chat.in_words(counts)}); prompts and answers are never"
             " cut: give a longer context, or for those left out another chat template"
         )
-    return Chats(path, unit, documents, frozenset(hashes), counts, tokenizer)
+    return Chats(path, together, documents, frozenset(hashes), counts, tokenizer)
 
 
 def _encode_pair(
@@ -198,7 +197,7 @@ def read_whole(
     are."""
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {chats.number(documents):,} {chats.unit} to evaluate on ({chat.in_words(chats.counts)})"
+    note = f"{path}: {chats.number(documents)} to evaluate on ({chat.in_words(chats.counts)})"
     return token_block.concatenate(documents, tokenizer), note
 
 
@@ -220,12 +219,11 @@ def _samples(path: str, form: inputs.Form) -> Iterator[Sample | BadInput]:
     every start."""
     total = 0
     for name, file in text_files.list_files(path):
-        for piece in inputs.whole_file(str(file)):
-            total += piece.cost
-            if total > LIMIT:
-                raise UserError(
-                    f"{path!r} is above {LIMIT >> 30} GiB, too much to tokenise at every start;"
-                    " prepare it once with python -m experiments.prepare_data and give that"
-                    " directory"
-                )
-            yield from inputs.samples(dataclasses.replace(piece, name=name), form)
+        piece = inputs.whole_file(str(file), name)
+        total += piece.cost
+        if total > LIMIT:
+            raise UserError(
+                f"{path!r} is above {LIMIT >> 30} GiB, too much to tokenise at every start;"
+                " prepare it once with python -m experiments.prepare_data and give that directory"
+            )
+        yield from inputs.samples(piece, form)

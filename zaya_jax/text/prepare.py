@@ -8,7 +8,6 @@ processes that do the same write the same.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -29,7 +28,7 @@ from zaya_jax.text import (
     text_files,
     tokenizers,
 )
-from zaya_jax.text.prepare_task import WORK, Job, Options, Plan, Tally, Task
+from zaya_jax.text.prepare_task import WORK, Job, Options, Plan, Tally
 from zaya_jax.text.tokenizers import Tokenizer
 
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
@@ -38,18 +37,7 @@ PLAN = "plan.json"
 RESUME_HINT = "; finished parts stay, and the same command continues from there"
 
 
-@dataclasses.dataclass
-class PreparationProgress:
-    """How far a preparation, or a part of one, has come."""
-
-    done: int  # bytes of input, those of earlier runs included
-    total: int
-    tokens: int  # written by this run
-    tasks: int
-    total_tasks: int
-
-
-OnProgress = Callable[[PreparationProgress], None]
+OnProgress = Callable[[int, int, int], None]  # bytes of input done and in all, new tokens
 
 
 def prepare(
@@ -63,7 +51,7 @@ def prepare(
 
     With a part (index, count) only the tasks of this part are done, while machines do other parts
     or this one; the manifest is then made by a call without one, which does what they left.
-    `on_progress` is called after each task.
+    `on_progress` is called at the beginning and after each task.
     """
     directory = _directory(out)
     # The saved plan first: it has the commits of data sets of the hub.
@@ -110,26 +98,19 @@ def _continue(
 ) -> dict[str, Any] | None:
     """Do the tasks that are left; the manifest, but for a part."""
     _save_or_check_plan(directory, plan)
-    tasks = prepare_task.tasks_of(plan)
+    tasks = inputs.make_tasks(plan["files"], plan["part_bytes"])
     tokenizer = _tokenizer(options, directory, tasks)
     job = prepare_task.make_job(directory, options, plan, tokenizer)
     index, count = part or (0, 1)
     ours = [task for task in tasks if task.number % count == index]
     unfinished = prepare_task.unfinished_tasks(job, ours)
     total = sum(task.cost for task in ours)
-    progress = PreparationProgress(
-        done=total - sum(task.cost for task in unfinished),
-        total=total,
-        tokens=0,
-        tasks=len(ours) - len(unfinished),
-        total_tasks=len(ours),
-    )
+    done = total - sum(task.cost for task in unfinished)
     if unfinished:
+        on_progress(done, total, 0)
         for task, tokens in prepare_task.run_processes(job, unfinished, processes):
-            progress.done += task.cost
-            progress.tokens += tokens
-            progress.tasks += 1
-            on_progress(progress)
+            done += task.cost
+            on_progress(done, total, tokens)
     if part:
         return None
     return gather(job, tokenizer, plan, len(tasks))
@@ -184,7 +165,7 @@ def _directory(out: str) -> pathlib.Path:
     return pathlib.Path(out)
 
 
-def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[Task]) -> Tokenizer:
+def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[inputs.Task]) -> Tokenizer:
     """The directory's tokenizer, put there by the first process."""
     final = directory / shard_format.TOKENIZER
     if not final.exists():
@@ -205,7 +186,7 @@ def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[Task]) -> 
     return tokenizers.load(final)
 
 
-def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
+def _bpe_texts(options: Options, tasks: list[inputs.Task]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
     for piece in (piece for task in tasks for piece in task.ranges):

@@ -22,7 +22,7 @@ from typing import Any
 
 from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, shard_format, text_files, tokenizers
-from zaya_jax.text.inputs import InputRange
+from zaya_jax.text.inputs import InputRange, Task
 from zaya_jax.text.shard_format import WORK, ShardWriter
 from zaya_jax.text.token_block import Document
 from zaya_jax.text.tokenizers import Tokenizer
@@ -47,20 +47,6 @@ class Options:
     part_bytes: int = 256 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The unit of work: ranges of the input that become at most one training and one held-out
-    shard."""
-
-    number: int
-    ranges: list[InputRange]
-
-    @property
-    def cost(self) -> int:
-        """Bytes of input."""
-        return sum(piece.cost for piece in self.ranges)
-
-
 def make_plan(options: Options, paths: list[str]) -> Plan:
     """The plan of these options and input files; the machines that share a preparation all make the
     same one."""
@@ -77,12 +63,6 @@ def make_plan(options: Options, paths: list[str]) -> Plan:
 def plan_hash(plan: Plan) -> str:
     """SHA-256 of a plan; skipping changes nothing where nothing had to be skipped."""
     return shard_format.json_sha256({**plan, "skip_bad": None})
-
-
-def tasks_of(plan: Plan) -> list[Task]:
-    """The tasks of a plan, in their order."""
-    ranges_of_tasks = inputs.make_tasks(plan["files"], plan["part_bytes"])
-    return [Task(number, ranges) for number, ranges in enumerate(ranges_of_tasks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +82,8 @@ class Job:
 def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer is in the directory already."""
     # The plan, and everything else that decides which ids a text becomes.
-    template = chat_template.fingerprint(tokenizer)
     library = importlib.metadata.version("tokenizers")
-    made_by = [plan_hash(plan), tokenizer.sha256, template, library]
+    made_by = [plan_hash(plan), tokenizer.sha256, library]
     # Shards carry a number of the corpus, which depends neither on the input's folder nor on its
     # times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
