@@ -81,18 +81,18 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     url = copied_to("memory", directory, "unreliable")
     monkeypatch.setattr(prepared_store, "FIRST_PAUSE", 0.001)
     files = type(fsspec.filesystem("memory"))
-    good, fail = files.cat_ranges, random.Random(0)
+    good, fail = files.cat_file, random.Random(0)
 
     def sometimes(self, *args, **kwargs):
         if fail.random() < 0.4:
             raise ConnectionResetError("the line went dead")
         return good(self, *args, **kwargs)
 
-    monkeypatch.setattr(files, "cat_ranges", sometimes)
+    monkeypatch.setattr(files, "cat_file", sometimes)
     store = PreparedStore(url)
     np.testing.assert_array_equal(contents(store), contents(PreparedStore(str(directory))))
     assert store.counters.retries > 3
-    monkeypatch.setattr(files, "cat_ranges", lambda *a, **k: fail.missing)
+    monkeypatch.setattr(files, "cat_file", lambda *a, **k: fail.missing)
     check_storage_error(r"cannot read shard train-0000", lambda: contents(PreparedStore(url)))
 
 
@@ -162,7 +162,7 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_store, "read_ranges", fail)
+        patch.setattr(store._files, "cat_file", fail)
         check_storage_error(r"cannot read shard train-00000", store.read_spans, [(0, 10)])
     assert not store.counters.corrupt and store.counters.retries == prepared_store.ATTEMPTS - 1
     assert len(contents(store)) == store.num_tokens  # it passes

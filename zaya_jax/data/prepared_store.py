@@ -9,6 +9,7 @@ the run or is replaced by padding (`on_corrupt`).
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -87,17 +88,6 @@ class Lru[K, V]:
             self._entries[key] = value, size
             while self._size > self.limit and len(self._entries) > 1:
                 self._size -= self._entries.popitem(last=False)[1][1]
-
-
-def read_ranges(files: Any, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """The bytes of each (start, stop) of a file of a file system of fsspec's; fewer where it ends
-    before."""
-    starts, stops = zip(*ranges, strict=True)
-    answers = files.cat_ranges([path] * len(ranges), list(starts), list(stops))
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return [bytes(answer) for answer in answers]
 
 
 class PreparedStore:
@@ -213,50 +203,43 @@ class PreparedStore:
         return min(self.bundle_tokens, left)
 
     def _cached_bundles(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], TokenBlock]:
-        """Bundles from the cache or from storage (many shards at once)."""
+        """Bundles from the cache or from storage (many at once)."""
         bundles: dict[tuple[int, int], TokenBlock] = {}
-        missing: dict[int, list[int]] = {}  # by shard
-        for shard, number in dict.fromkeys(keys):
-            bundle = self.cache.get((shard, number))
+        missing: list[tuple[int, int]] = []
+        for key in dict.fromkeys(keys):
+            bundle = self.cache.get(key)
             if bundle is None:
-                missing.setdefault(shard, []).append(number)
+                missing.append(key)
             else:
-                bundles[shard, number] = bundle
-        for new in _readers.map(self._bundles_or_padding, missing, missing.values()):
-            bundles.update(new)
-            for key, bundle in new.items():
-                # targets share tokens' memory
-                size = bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes
-                self.cache.put(key, bundle, size)
+                bundles[key] = bundle
+        # Each shard's table once, before its bundles ask for it at the same time.
+        with contextlib.suppress(CorruptRecord):  # of which each of them tells
+            list(_readers.map(self._bundle_table, {shard for shard, _ in missing}))
+        for key, bundle in zip(missing, _readers.map(self._read_or_pad, missing), strict=True):
+            bundles[key] = bundle
+            # targets share tokens' memory
+            size = bundle.tokens.nbytes + bundle.starts.nbytes + bundle.learn.nbytes
+            self.cache.put(key, bundle, size)
         return bundles
 
-    def _bundles_or_padding(
-        self, shard: int, numbers: list[int]
-    ) -> dict[tuple[int, int], TokenBlock]:
+    def _read_or_pad(self, key: tuple[int, int]) -> TokenBlock:
+        """A bundle, or padding in its place."""
         try:
-            return self._read_bundles(shard, numbers)
+            return self._read_bundle(*key)
         except CorruptRecord as error:  # the transfer may have damaged it, or the file was restored
             self._count_retry()
             _log.warning("%s: %s; reading it again", self.name, error)
-        bundles: dict[tuple[int, int], TokenBlock] = {}
-        for number in numbers:  # one by one, to blame no sound neighbour
-            try:
-                bundles |= self._read_bundles(shard, [number])
-            except CorruptRecord as error:
-                bundles[shard, number] = self._padding(shard, number, error)
-        return bundles
+        try:
+            return self._read_bundle(*key)
+        except CorruptRecord as error:
+            return self._padding(*key, error)
 
-    def _read_bundles(self, shard: int, numbers: list[int]) -> dict[tuple[int, int], TokenBlock]:
+    def _read_bundle(self, shard: int, number: int) -> TokenBlock:
         offsets, crcs = self._bundle_table(shard)
-        ranges = [(int(offsets[number]), int(offsets[number + 1])) for number in numbers]
-        records = self._read_ranges(shard, ranges)
+        record = self._read(shard, *map(int, offsets[number : number + 2]))
         with _counter_lock:
-            self.counters.records += len(records)
-        name = self.shard_file(shard)
-        return {
-            (shard, number): shard_format.decode_bundle(record, name, number, int(crcs[number]))
-            for number, record in zip(numbers, records, strict=True)
-        }
+            self.counters.records += 1
+        return shard_format.decode_bundle(record, self.shard_file(shard), number, int(crcs[number]))
 
     def _bundle_table(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """The offset of each bundle in a shard's file, and the end of the last; and the checksum of
@@ -280,7 +263,7 @@ class PreparedStore:
         self, shard: int, magic: bytes, offset: int, count: int, crc: int
     ) -> np.ndarray:
         """One of a shard's two tables, of this many numbers."""
-        (record,) = self._read_ranges(shard, [(offset, offset + shard_format.numbers_size(count))])
+        record = self._read(shard, offset, offset + shard_format.numbers_size(count))
         return shard_format.decode_numbers(record, magic, self.shard_file(shard), crc)
 
     def _padding(self, shard: int, number: int, error: CorruptRecord) -> TokenBlock:
@@ -298,12 +281,12 @@ class PreparedStore:
         zeros = np.zeros(count, np.uint16)
         return TokenBlock(zeros, zeros, nothing, nothing, real=False)
 
-    def _read_ranges(self, shard: int, ranges: list[tuple[int, int]]) -> list[bytes]:
-        """Byte ranges of a shard's file, with retries."""
+    def _read(self, shard: int, start: int, stop: int) -> bytes:
+        """A range of bytes of a shard's file, fewer where it ends before, with retries."""
         name = self.shard_file(shard)
         path = join(self._root, name)
         return retried(
-            lambda: read_ranges(self._files, path, ranges),
+            lambda: self._files.cat_file(path, start, stop),
             f"shard {name} of {self.name}",
             self._count_retry,
         )
