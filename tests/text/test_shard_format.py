@@ -95,8 +95,9 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_and_any_cut_is_found(data):
-    tokens = np.arange(50, dtype=np.uint16)
-    record = shard_format.encode_bundle(tokens, np.array([0, 9]), tokens > 20, (7, True), ADDRESS)
+    tokens = np.arange(51, dtype=np.uint16)
+    starts, learn = np.isin(tokens, (0, 9))[:-1], (tokens > 20)[1:]
+    record = shard_format.encode_bundle(tokens, starts, learn, ADDRESS)
     shard_format.decode_bundle(record, "s", ADDRESS.number, shard_format.crc_of(record))
     if data.draw(st.booleans()):
         broken = bytearray(record)
@@ -114,11 +115,10 @@ def test_any_flipped_bit_and_any_cut_is_found(data):
 
 @pytest.mark.parametrize("other", [{"corpus": 1}, {"shard": 13}, {"number": 4}, {}])
 def test_a_whole_record_of_another_place_or_preparation_is_found(other):
-    tokens, learnt = np.arange(9, dtype=np.uint16), None if other else np.arange(9) > 3
-    one = shard_format.encode_bundle(tokens, np.array([0]), None, None, ADDRESS)
-    another = shard_format.encode_bundle(
-        tokens, np.array([0]), learnt, None, ADDRESS._replace(**other)
-    )
+    tokens, starts = np.arange(10, dtype=np.uint16), np.arange(9) == 0
+    learnt = np.arange(9) > (-1 if other else 3)
+    one = shard_format.encode_bundle(tokens, starts, np.ones(9, bool), ADDRESS)
+    another = shard_format.encode_bundle(tokens, starts, learnt, ADDRESS._replace(**other))
     check_error(
         CorruptRecord,
         "not the one that was written here",

@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.text.token_block import Document, TokenBlock, with_targets
+from zaya_jax.text.token_block import Document, TokenBlock
 
 FORMAT, VERSION = "zaya_jax tokens", 3
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
@@ -54,12 +54,11 @@ SHARD_TYPE = np.dtype(
     ]
 )
 
-# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes
-# per token, flags
-_HEADER = struct.Struct("<4sIQIIIIqHH")
+# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, bytes per token,
+# whether there is a mask
+_HEADER = struct.Struct("<4sIQIIIIHH")
 # the kinds of records: a bundle, the table of bundles, the table of documents
-BUNDLE, OFFSETS, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
-_HAS_MASK, _LEARN_AFTER = 1, 2
+BUNDLE, OFFSETS, LENGTHS = b"ZJB3", b"ZJP3", b"ZJL3"
 
 
 class RecordAddress(NamedTuple):
@@ -94,28 +93,18 @@ def corpus_id(facts: Any) -> int:
 
 
 def encode_bundle(
-    tokens: np.ndarray,
-    starts: np.ndarray,
-    predicted: np.ndarray | None,
-    after: tuple[int, bool] | None,
-    address: RecordAddress,
+    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray, address: RecordAddress
 ) -> bytes:
-    """The record of a bundle: `starts` are the positions where documents begin, `predicted` says
-    which tokens are to be predicted (None: all), `after` is the token that follows it in its last
-    document, and whether that is to be predicted.
+    """The record of a bundle: `tokens` are its own and the one that follows; of its own, `starts`
+    says where documents begin, and `learn` whose next token is to be predicted.
     """
-    flags = 0
+    positions = np.flatnonzero(starts).astype("<u4")
     mask = b""
-    next_token = -1
-    if predicted is not None:
-        flags |= _HAS_MASK
-        mask = np.packbits(predicted).tobytes()
-    if after is not None:
-        next_token, learn_next = after
-        flags |= _LEARN_AFTER * learn_next
-    counts = len(tokens), len(starts), next_token, tokens.dtype.itemsize, flags
+    if not np.array_equal(learn, _learn_all(starts)):
+        mask = np.packbits(learn).tobytes()
+    counts = len(starts), len(positions), tokens.dtype.itemsize, bool(mask)
     body = (
-        starts.astype("<u4").tobytes()
+        positions.tobytes()
         + mask
         + tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes()
     )
@@ -125,28 +114,32 @@ def encode_bundle(
 def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> TokenBlock:
     """The bundle in a record; CorruptRecord where it is not the one that was written there, bit for
     bit."""
-    count, num_starts, next_token, width, flags = _check_record(
+    count, num_starts, width, has_mask = _check_record(
         record, BUNDLE, shard, f"record {number}", crc
     )
     offset = _HEADER.size
     starts = np.zeros(count, bool)
     starts[np.frombuffer(record, "<u4", num_starts, offset)] = True
     offset += 4 * num_starts
-    predicted = None
-    if flags & _HAS_MASK:
+    learn = _learn_all(starts)
+    if has_mask:
         bits = np.frombuffer(record, np.uint8, (count + 7) // 8, offset)
-        predicted = np.unpackbits(bits, count=count).view(bool)
+        learn = np.unpackbits(bits, count=count).view(bool)
         offset += len(bits)
-    tokens = np.frombuffer(record, f"<u{width}", count, offset)
-    after = None if next_token < 0 else (next_token, bool(flags & _LEARN_AFTER))
-    return with_targets(tokens, starts, predicted, after)
+    tokens = np.frombuffer(record, f"<u{width}", count + 1, offset)
+    return TokenBlock(tokens[:-1], tokens[1:], starts, learn)
+
+
+def _learn_all(starts: np.ndarray) -> np.ndarray:
+    """All is learnt, but for the begin of a document from what is before it."""
+    return np.append(~starts[1:], True)
 
 
 def encode_numbers(magic: bytes, numbers: np.ndarray, address: RecordAddress) -> bytes:
     """One of the two tables: the offset of each bundle, the end of the last, and the checksum of
     each; or documents' lengths.
     """
-    counts = len(numbers), 0, 0, 8, 0
+    counts = len(numbers), 0, 8, 0
     return _encode_record(magic, address, counts, numbers.astype("<u8").tobytes())
 
 
@@ -207,7 +200,7 @@ class ShardWriter:
         self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
-        # tokens, whether a document begins there, whether it is to be predicted
+        # tokens, whether a document begins there, whether it is to be predicted from the one before
         self._pending: list[tuple[np.ndarray, ...]] = []
         self._pending_tokens = 0  # at most a bundle's
         self._offsets = array.array("Q", [0])
@@ -224,7 +217,7 @@ class ShardWriter:
         if predicted is None:
             predicted = np.ones(len(tokens), bool)
         self._lengths.append(len(tokens))
-        self._pending.append((tokens, starts, predicted))
+        self._pending.append((tokens, starts, predicted & ~starts))
         self._pending_tokens += len(tokens)
         # one more than it holds, so that what follows it is known
         if self._pending_tokens > self._size:
@@ -265,32 +258,31 @@ class ShardWriter:
 
     def _flush(self, last: bool = False) -> None:
         """Write all full pending bundles, at last the rest too."""
-        if not self._pending:
-            return
+        if last:  # no token follows: any stands for it
+            self._pending.append((np.zeros(1, self.dtype), np.zeros(1, bool), np.zeros(1, bool)))
         tokens, starts, predicted = (
             np.concatenate(arrays) for arrays in zip(*self._pending, strict=True)
         )
-        begin, total = 0, len(tokens)
-        while begin + self._size < total or (last and begin < total):
-            end = min(begin + self._size, total)
-            after = None
-            if end < total and not starts[end]:
-                after = int(tokens[end]), bool(predicted[end])
-            mask = None if predicted[begin:end].all() else predicted[begin:end]
-            self._write_bundle(tokens[begin:end], np.flatnonzero(starts[begin:end]), mask, after)
+        begin = 0
+        least = 1 if last else self._size
+        while begin + least < len(tokens):
+            end = min(begin + self._size, len(tokens) - 1)
+            self._write_bundle(
+                tokens[begin : end + 1], starts[begin:end], predicted[begin + 1 : end + 1]
+            )
             begin = end
         self._pending = [(tokens[begin:], starts[begin:], predicted[begin:])]
-        self._pending_tokens = total - begin
+        self._pending_tokens = len(tokens) - begin
 
-    def _write_bundle(self, tokens, starts, predicted, after) -> None:
+    def _write_bundle(self, tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray) -> None:
         address = self._address._replace(number=len(self._offsets) - 1)
-        record = encode_bundle(tokens, starts, predicted, after, address)
+        record = encode_bundle(tokens, starts, learn, address)
         begin, end = self._offsets[-1], self._offsets[-1] + len(record)
         self._file.write(record)
         self._offsets.append(end)
         self._crcs.append(crc_of(record))
         self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
-        self._tokens += len(tokens)
+        self._tokens += len(starts)
 
 
 def write_atomically(

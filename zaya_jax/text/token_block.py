@@ -65,15 +65,10 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenBlock:
 
 
 def with_targets(
-    tokens: np.ndarray,
-    starts: np.ndarray,
-    predicted: np.ndarray | None = None,
-    after: tuple[int, bool] | None = None,
+    tokens: np.ndarray, starts: np.ndarray, predicted: np.ndarray | None = None
 ) -> TokenBlock:
-    """The block of tokens: each one's target is the next, unless a document starts there.
-
-    `predicted` is of the tokens (all by default). `after` is the token that follows the last one,
-    and whether it is to be predicted, where the document continues in another block.
+    """The block of whole documents' tokens: each one's target is the next, unless a document starts
+    there. `predicted` is of the tokens (all by default).
     """
     both = np.zeros(len(tokens) + 1, tokens.dtype)  # tokens and targets are two views of it
     both[:-1] = tokens
@@ -81,6 +76,4 @@ def with_targets(
     learn[:-1] = ~starts[1:]
     if predicted is not None:
         learn[:-1] &= predicted[1:]
-    if after is not None and len(tokens):
-        both[-1], learn[-1] = after
     return TokenBlock(both[:-1], both[1:], starts, learn)
