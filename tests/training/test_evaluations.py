@@ -264,7 +264,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
     ("given", "message"),
     [
         ("one", "is not of the form name=path, such as"),
-        ("loss={}/one", "loss is the name of the loss on the run's held-out data"),
+        ("loss={}/one", "is not loss, which is that of"),
         ("x={}/nowhere", r"eval\.named x=.*nowhere: .*nowhere. holds no text file"),
         (
             "x={}/trained/3.txt",

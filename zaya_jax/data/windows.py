@@ -118,17 +118,12 @@ def named_paths(config: Config) -> dict[str, str]:
     for i, entry in enumerate(config.eval.named):
         name, _, path = entry.partition("=")
         where = f"config.eval.named[{i}]={shown(entry)}"
-        if not path or not name.replace("-", "_").isidentifier():
+        if not path or not name.replace("-", "_").isidentifier() or name in (*paths, "loss"):
             raise UserError(
                 f"{where} is not of the form name=path, such as python=data/python; a name has"
-                " letters, digits, _ and -"
+                " letters, digits, _ and -, is not loss, which is that of the run's held-out data,"
+                " and is used once"
             )
-        if name == "loss":
-            raise UserError(
-                f"{where}: loss is the name of the loss on the run's held-out data; give another"
-            )
-        if name in paths:
-            raise UserError(f"{where}: {name} is already used; give each a name of its own")
         paths[name] = path
     return paths
 

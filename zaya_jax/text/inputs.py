@@ -95,14 +95,12 @@ class TextOrChat:
         known = any(field in names for field in (self.text_field, *CHAT_FIELDS))
         return known or any({*pair} <= {*names} for pair in chat.PAIRS)
 
-    def content(self, record: Any) -> str | list[chat.Message]:
+    def content(self, record: dict[str, Any]) -> str | list[chat.Message]:
         """A record's chat, or else its text; an empty record is an empty text.
 
         Turns under one of CHAT_FIELDS come before a question and its answer, and both before a
         text.
         """
-        if not isinstance(record, dict):
-            raise BadInput(f"a JSON {type(record).__name__}, but {self.wanted}")
         turns: list[Any] = []
         for field in CHAT_FIELDS:
             if not turns and isinstance(record.get(field), list):
@@ -136,10 +134,8 @@ class ChatPair:
         """Whether records with these fields may be such."""
         return {"chosen", "rejected"} <= {*names}
 
-    def content(self, record: Any) -> chat.Pair:
+    def content(self, record: dict[str, Any]) -> chat.Pair:
         """A record's pair."""
-        if not isinstance(record, dict):
-            raise BadInput(f"a JSON {type(record).__name__}, but {self.wanted}")
         return chat.parse_pair(record)
 
 
@@ -331,11 +327,19 @@ def _json_sample(line: bytes, name: str, where: str, form: Form) -> Sample | Bad
     if line.lstrip().startswith(b"["):
         return BadInput(f"{where}: a JSON array; make a line of each element: jq -c '.[]'")
     try:
-        return Sample(name, where, form.content(json.loads(line.rstrip())))
-    except (BadInput, chat.BadChat) as error:
-        return BadInput(f"{where}: {error}")
+        record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         return BadInput(f"{where}: not a JSON object of its own ({first_line(error)})")
+    if not isinstance(record, dict):
+        return BadInput(f"{where}: a JSON {type(record).__name__}, but {form.wanted}")
+    return _sample(record, name, where, form)
+
+
+def _sample(record: dict[str, Any], name: str, where: str, form: Form) -> Sample | BadInput:
+    try:
+        return Sample(name, where, form.content(record))
+    except (BadInput, chat.BadChat) as error:
+        return BadInput(f"{where}: {error}")
 
 
 def _open_parquet(path: str) -> Any:
@@ -403,11 +407,7 @@ def _samples_of_rows(
     try:
         for row, record in enumerate(records):
             where = f"{piece}, row {row + 1:,} of row group {group}"
-            try:
-                content = form.content(_without_nulls(record))
-                yield Sample(f"{piece.name}:{group}:{row}", where, content)
-            except (BadInput, chat.BadChat) as error:
-                yield BadInput(f"{where}: {error}")
+            yield _sample(_without_nulls(record), f"{piece.name}:{group}:{row}", where, form)
     except UserError:  # a stream of the hub that broke
         raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
