@@ -176,7 +176,7 @@ def test_manifest_and_index_are_checked(directory, tmp_path):
     check_storage_error("damaged", PreparedStore, str(directory))
     assert prepared_store.verify(str(directory))
     manifest = directory / shard_format.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"bad": 0', '"bad": 1', 1))
+    manifest.write_text(manifest.read_text().replace('"bos_id": 256', '"bos_id": 255'))
     check_refused("changed after it was written", PreparedStore, str(directory))
     manifest.write_text("{")
     check_refused("not a manifest", PreparedStore, str(directory))

@@ -416,8 +416,9 @@ class Template:
             "answers rewritten": total - learnt,
             "tokens learnt": int(predicted.sum()),
         }
-        if not any(self.ending):
-            counts["answers learnt without an end"] = learnt
+        with contextlib.suppress(Refused):  # of a chat as short as the one that shows the ending
+            if not any(self.ending):
+                counts["answers learnt without an end"] = learnt
         return Document(np.array(ids, self._tokenizer.dtype), predicted, counts)
 
 
