@@ -33,18 +33,20 @@ def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def make_config() -> Callable[..., config_lib.Config]:
-    """A checked config with the given data keys; run_seed and windows go to their own groups."""
+    """A checked config with the given data keys; the named ones go to their own groups."""
 
     def make(
         run_seed: int = 0,
         windows: int = 8,
         vocab_size: int = 264,
         eval_named: tuple[str, ...] = (),
+        phases: tuple[config_lib.Phase, ...] = (),
         **data,
     ) -> config_lib.Config:
         raw = config_lib.default()
         raw.model.vocab_size = vocab_size
         raw.run.seed, raw.eval.windows, raw.eval.named = run_seed, windows, eval_named
+        raw.schedule.phases = phases
         for name, value in {"seq_len": 64, "global_batch": 8, **data}.items():
             raw.data[name] = value
         return config_lib.check(raw)

@@ -2,7 +2,6 @@
 are learnt; records of a better and a worse answer, in the forms of TRL's data sets."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -208,13 +207,6 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     )
 
 
-def test_a_record_with_text_and_chat_is_the_chat():
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    for field in inputs.CHAT_FIELDS:
-        content = inputs.TextOrChat().content({"text": "a rendering of it", field: turns})
-        assert content == chat.parse_chat(turns)
-
-
 QUESTION, ANSWER = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
 PAIRS = [
     ({"prompt": "q", "completion": "a"}, ["q", "a"]),
@@ -229,20 +221,38 @@ PAIRS = [
     ({"messages": [], "text": "a text"}, "a text"),
     ({"prompt": "of a text", "text": "a text"}, "a text"),
     ({"prompt": None, "completion": None, "text": "a text"}, "a text"),
+    ({"prompt": "q", "completion": "a", "label": True}, ["q", "a"]),  # of KTO
+    ({"prompt": "q", "completion": "a", "label": False}, "a bad one (KTO) and not learnt"),
+    (
+        {"prompt": "q", "completion": "a", "history": [["p", "b"]]},
+        "'history' is not supported; put all turns into messages",
+    ),
+    *(
+        ({"text": "a rendering of it", field: [QUESTION, ANSWER]}, ["q", "a"])
+        for field in inputs.CHAT_FIELDS
+    ),
 ]
+
+
+def samples_of(path, records):
+    """What is read of a file of these records."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return inputs.samples(inputs.whole_file(str(path), "a"), inputs.TextOrChat())
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 @pytest.mark.parametrize(("record", "expected"), PAIRS)
 def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form):
-    path = str(tmp_path / f"a.{form}")
-    if form == "jsonl":
-        Path(path).write_text(json.dumps(record))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    part = inputs.whole_file(path, "a")
-    ((_, where, found),) = inputs.samples(part, inputs.TextOrChat())
-    assert where == f"{path}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
+    (sample,) = samples_of(tmp_path / f"a.{form}", [record])
+    where = f"{tmp_path}/a.{form}, {'line 1' if form == 'jsonl' else 'row 1 of row group 0'}"
+    if isinstance(sample, inputs.BadInput):
+        assert str(sample).startswith(f"{where}: ") and str(sample).endswith(expected)
+        return
+    assert sample.where == where
+    found = sample.content
     if isinstance(found, list):
         roles = [turn.role for turn in found if turn.role not in ("system", "tools")]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
@@ -253,16 +263,6 @@ def test_questions_with_their_answers_are_chats(tmp_path, record, expected, form
 def test_a_field_that_is_asked_for_is_a_text():
     record = {"instruction": "q", "output": "the text"}
     assert inputs.TextOrChat("output").content(record) == "the text"
-
-
-def test_earlier_turns_of_another_form_are_refused():
-    check_error(
-        chat.BadChat,
-        "'history' is not supported; put all turns into messages",
-        chat.paired_turns,
-        {"prompt": "q", "completion": "a", "history": [["p", "b"]]},
-        "text",
-    )
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -280,24 +280,9 @@ def test_a_map_of_arrow_s_is_an_object(tmp_path, form):
         pyarrow.parquet.write_table(table, path)
     else:
         pyarrow.feather.write_feather(table, path, compression="uncompressed")
-    part = inputs.whole_file(path, "a")
-    ((*_, found),) = inputs.samples(part, inputs.TextOrChat())
-    (call,) = found[1].extra_fields["tool_calls"]
+    (sample,) = inputs.samples(inputs.whole_file(path, "a"), inputs.TextOrChat())
+    (call,) = sample.content[1].extra_fields["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Rome"}
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_an_answer_that_kto_labels_as_bad_is_not_learnt(tmp_path, form):
-    records = [{"prompt": "q", "completion": "a", "label": good} for good in (True, False)]
-    path = str(tmp_path / f"a.{form}")
-    if form == "jsonl":
-        Path(path).write_text("\n".join(map(json.dumps, records)))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    part = inputs.whole_file(path, "a")
-    good, bad = inputs.samples(part, inputs.TextOrChat())
-    assert [turn.content for turn in good.content] == ["q", "a"]
-    assert str(bad).endswith("its label is false, so its answer is a bad one (KTO) and not learnt")
 
 
 def talk(*reasonings):
@@ -440,15 +425,13 @@ def test_what_is_no_pair_is_said(record, says):
 
 def test_pairs_of_one_prompt_are_on_one_side(tmp_path):
     """They would be known otherwise; and all of a Parquet file, whose other columns are not read."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     records = [
         {"prompt": f"{i} and {i}?", "chosen": f"{2 * i}", "rejected": f"{x}", "score": 1.5}
         for i in range(30)
         for x in ("none", "many")
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     tok, blocks = tokenizers.Bytes(), []
     for name in ("a.jsonl", "a.parquet"):
         pairs = memory.read_chats(str(tmp_path / name), tok, 100, pairs=True)

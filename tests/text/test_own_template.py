@@ -6,47 +6,17 @@ results between tags of its own, empty reasoning before plain answers, a generat
 begins reasoning), written for this test.
 """
 
-import json
 from pathlib import Path
 
 import pytest
-import tokenizers as library
+from chat_families import tokenizer_of
 from refusals import check_error, check_refused
 
 from zaya_jax import generation
-from zaya_jax.text import chat, chat_template, tokenizers
+from zaya_jax.text import chat, chat_template
 
 SOURCE = (Path(__file__).parent / "zaya_like.jinja").read_text()
-MARKS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<zyphra_tool_call>",
-    "</zyphra_tool_call>",
-]
-
-
-@pytest.fixture(scope="module")
-def made():
-    """A byte-level tokenizer with ChatML's marks."""
-    content = json.loads(tokenizers.Bytes().json())
-    tok = library.Tokenizer.from_str(json.dumps(content))
-    tok.add_special_tokens(MARKS)
-    return tokenizers.Tokenizer(tok.to_str().encode(), {}, "made here")
-
-
-def with_template(tokenizer, source, settings=None):
-    """The tokenizer with these files beside it."""
-    own = tokenizers.Tokenizer(tokenizer.json().encode(), {}, "made here")
-    own.extra_files = {"chat_template.jinja": source.encode()} if source else {}
-    own.extra_files |= {"tokenizer_config.json": json.dumps(settings).encode()} if settings else {}
-    return own
-
-
-@pytest.fixture(scope="module")
-def own(made):
-    return with_template(made, SOURCE)
+MADE, OWN = tokenizer_of("", {}), tokenizer_of(SOURCE, {})  # without the template and with it
 
 
 TOOL = {
@@ -94,29 +64,29 @@ def messages():
     return chat.parse_chat([*chat.leading_turns({"tools": [TOOL]}), *TALK])
 
 
-def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_learnt(own):
-    form = chat_template.Template(own)
+def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_learnt():
+    form = chat_template.Template(OWN)
     document, outcome = form.encode_within(messages(), None)
-    assert outcome == chat.KEPT and own.decode_with_specials(document.tokens.tolist()) == WHOLE
+    assert outcome == chat.KEPT and OWN.decode_with_specials(document.tokens.tolist()) == WHOLE
     assert (
-        document.tokens.tolist() == own.encode_with_specials(WHOLE)[0]
-        and own.special_id("<think>") in document.tokens
+        document.tokens.tolist() == OWN.encode_with_specials(WHOLE)[0]
+        and OWN.special_id("<think>") in document.tokens
     )
-    learnt = own.decode_with_specials(document.tokens[document.predicted].tolist())
+    learnt = OWN.decode_with_specials(document.tokens[document.predicted].tolist())
     assert learnt == "".join(ANSWERS)
-    assert form.ending == (own.encode_with_specials("<|im_end|>")[0], [])
-    assert own.decode_with_specials(form.prompt_ids(messages()[:2])) == BETWEEN[0]
+    assert form.ending == (OWN.encode_with_specials("<|im_end|>")[0], [])
+    assert OWN.decode_with_specials(form.prompt_ids(messages()[:2])) == BETWEEN[0]
 
 
 @pytest.mark.parametrize(("room", "outcome"), [(-1, chat.REDUCED), (-30, chat.DROPPED)])
-def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
-    form = chat_template.Template(own)
+def test_chats_are_fitted_to_a_context_by_the_same_rules(room, outcome):
+    form = chat_template.Template(OWN)
     whole = len(form.encode_within(messages(), None)[0].tokens)
     document, found = form.encode_within(messages(), whole + room)
     assert found == outcome
     if document is None:
         return
-    text = own.decode_with_specials(document.tokens.tolist())
+    text = OWN.decode_with_specials(document.tokens.tolist())
     assert (
         len(document.tokens) <= whole + room
         and "I add." not in text
@@ -124,89 +94,89 @@ def test_chats_are_fitted_to_a_context_by_the_same_rules(own, room, outcome):
     )
     one = chat.parse_chat([TALK[0], {"role": "assistant", "content": "4", "reasoning": "so " * 20}])
     short, found = form.encode_within(one, len(form.encode_within(one, None)[0].tokens) - 5)
-    assert found == chat.TRIMMED and own.decode_with_specials(short.tokens.tolist()).endswith(
+    assert found == chat.TRIMMED and OWN.decode_with_specials(short.tokens.tolist()).endswith(
         "so s\n</think>\n\n4<|im_end|>\n"
     )
 
 
-def test_the_template_is_found_where_transformers_finds_it(made):
+def test_the_template_is_found_where_transformers_finds_it():
     for settings in (
         {"chat_template": SOURCE},
         {"chat_template": [{"name": "default", "template": SOURCE}]},
     ):
-        assert chat_template.Template(with_template(made, "", settings)).render(messages()) == WHOLE
+        assert chat_template.Template(tokenizer_of("", settings)).render(messages()) == WHOLE
     named = with_template(
-        made, "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
+        "{{ bos_token }}{{ messages[0].content }}", {"bos_token": {"content": "<B>"}}
     )
     assert chat_template.Template(named).render(chat.parse_chat(TALK)) == "<B>2+2?"
-    ours = with_template(made, "{#- Written by zaya_jax: -#}")
+    ours = tokenizer_of("{#- Written by zaya_jax: -#}", {})
     assert (
         chat_template.template_sources(ours)
-        == chat_template.template_sources(made)
-        == {"default": chat_template.make_template(made)}
+        == chat_template.template_sources(MADE)
+        == {"default": chat_template.make_template(MADE)}
     )
 
 
-def test_what_a_template_refuses_is_one_line(made, own):
+def test_what_a_template_refuses_is_one_line():
     odd = chat.parse_chat([{"role": "developer", "content": "x"}, TALK[-1]])
     check_error(
         chat_template.Refused,
         "refuses this conversation: a role that is not known: developer$",
-        lambda: chat_template.Template(own).encode_within(odd, None),
+        lambda: chat_template.Template(OWN).encode_within(odd, None),
     )
     # and reaches nothing of Python's
     for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):
-        spoilt = with_template(made, bad)
+        spoilt = tokenizer_of(bad)
         check_refused(
             "the model's chat template",
             lambda own=spoilt: chat_template.Template(own).prompt_ids(chat.parse_chat(TALK)),
         )
 
 
-def test_a_talk_sees_what_the_template_makes_of_it(own):
-    talk = generation.Conversation(own, "Be brief.")
-    asked = own.decode_with_specials(talk.ask("hi"))
+def test_a_talk_sees_what_the_template_makes_of_it():
+    talk = generation.Conversation(OWN, "Be brief.")
+    asked = OWN.decode_with_specials(talk.ask("hi"))
     assert (
         asked == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{OPEN}"
     )
-    ids = own.encode_with_specials("Hm.\n</think>\n\nHello")[
+    ids = OWN.encode_with_specials("Hm.\n</think>\n\nHello")[
         0
     ]  # the prompt has begun the reasoning
-    talk.answered(own.decode(ids), ids)
-    again = own.decode_with_specials(talk.ask("more"))
+    talk.answered(OWN.decode(ids), ids)
+    again = OWN.decode_with_specials(talk.ask("more"))
     assert (
         again
         == asked + f"Hm.\n</think>\n\nHello<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n{OPEN}"
     )
-    room = len(own.encode_with_specials(again)[0]) - 1
-    talk.answered("x", own.encode("x"))
-    rest = own.decode_with_specials(talk.ask("z", room))
+    room = len(OWN.encode_with_specials(again)[0]) - 1
+    talk.answered("x", OWN.encode("x"))
+    rest = OWN.decode_with_specials(talk.ask("z", room))
     assert (
         "<|im_start|>user\nhi" not in rest
         and "Be brief." in rest
         and "user\nmore" in rest
         and talk.left_out == 2
     )
-    talk.answered("y", own.encode("y"))
-    before = own.decode_with_specials(talk.ask("w"))
-    talk.answered("v", own.encode("v"))
+    talk.answered("y", OWN.encode("y"))
+    before = OWN.decode_with_specials(talk.ask("w"))
+    talk.answered("v", OWN.encode("v"))
     check_refused("this turn alone has .* tokens", talk.ask, "long " * 200, room)
-    assert talk.left_out == 2 and own.decode_with_specials(talk.ask("u")).startswith(before)
+    assert talk.left_out == 2 and OWN.decode_with_specials(talk.ask("u")).startswith(before)
     talk.reset()
-    assert own.decode_with_specials(talk.ask("hi", room)) == asked and talk.left_out == 0
+    assert OWN.decode_with_specials(talk.ask("hi", room)) == asked and talk.left_out == 0
     talk.reset()
     check_refused("this turn alone has", talk.ask, "x" * room, room)
 
 
-def test_an_answer_that_speaks_of_reasoning_stays_as_it_is(made):
-    talk = generation.Conversation(made)
+def test_an_answer_that_speaks_of_reasoning_stays_as_it_is():
+    talk = generation.Conversation(MADE)
     talk.ask("hi")
-    talk.answered("Begin with <think>.", made.encode("Begin with <think>."))
-    again = made.decode_with_specials(talk.ask("more"))
+    talk.answered("Begin with <think>.", MADE.encode("Begin with <think>."))
+    again = MADE.decode_with_specials(talk.ask("more"))
     assert "Begin with <think>.<|end_turn|>" in again
 
 
-def test_a_template_is_told_the_same_day_whenever_it_asks(made):
+def test_a_template_is_told_the_same_day_whenever_it_asks():
     source = "{{ strftime_now('%Y-%m-%d') }}" + SOURCE
-    template = chat_template.Template(with_template(made, source))
+    template = chat_template.Template(tokenizer_of(source))
     assert template.render(messages()).startswith("2024-07-26")

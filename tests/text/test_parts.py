@@ -2,10 +2,8 @@
 one machine's."""
 
 import argparse
-import concurrent.futures
 import gzip
 import json
-import multiprocessing
 import os
 import pathlib
 import random
@@ -24,10 +22,9 @@ from waiting import until
 
 from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax.data import prepared_store
-from zaya_jax.text import inputs, prepare, prepare_task, shard_format, tokenizers
+from zaya_jax.text import prepare, prepare_task, shard_format, tokenizers
 from zaya_jax.text.prepare import Options
 
-IN_PROCESSES = prepare_task.run_processes  # which `in_process` replaces
 CHAT = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": "<think>hm</think>hello"},
@@ -304,6 +301,10 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     options = Options([str(source)], skip_bad=True, part_bytes=1 << 20)
     here(options, tmp_path / "whole")
     out = tmp_path / "out"
+    strict = program(source, tmp_path / "strict", "--processes=2")
+    strict.remove("--skip_bad")
+    ended = subprocess.run(strict, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2 and "line 76: not a JSON object" in ended.stderr
     first = subprocess.Popen(
         program(source, out, "--part=0/2", "--processes=2"), start_new_session=True
     )
@@ -328,32 +329,3 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     shard.write_bytes(content)
     found = subprocess.run(verify, capture_output=True, text=True, timeout=100)
     assert found.returncode == 4 and shard.name in found.stdout
-
-
-def test_a_bad_record_ends_it_although_its_worker_has_ended(tmp_path, monkeypatch):
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    options = Options([str(tmp_path / "bad.jsonl")])
-    plan = prepare_task.make_plan(options, options.inputs)
-    job = prepare_task.make_job(tmp_path, options, plan, tokenizers.load("bytes"))
-    tokenizers.load("bytes").save(tmp_path / shard_format.TOKENIZER)
-    (tmp_path / prepare_task.WORK).mkdir()
-    shutdown = concurrent.futures.ProcessPoolExecutor.shutdown
-
-    def late(pool, wait=True, **more):
-        shutdown(pool, wait, **more)
-        for worker in multiprocessing.active_children():
-            worker.join()
-
-    monkeypatch.setattr(concurrent.futures.ProcessPoolExecutor, "shutdown", late)
-    errors = []
-
-    def attempt():
-        try:
-            list(IN_PROCESSES(job, inputs.make_tasks(plan["files"], 1), 1))
-        except inputs.BadInput as error:
-            errors.append(error)
-
-    attempting = threading.Thread(target=attempt, daemon=True)
-    attempting.start()
-    attempting.join(30)
-    assert errors and not attempting.is_alive()
