@@ -79,7 +79,7 @@ def test_byte_ranges_give_what_local_files_give(directory, scheme, request):
 
 def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     url = copied_to("memory", directory, "unreliable")
-    monkeypatch.setattr(prepared_store, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(prepared_store, "PAUSES", (0.001,) * 5)
     files = type(fsspec.filesystem("memory"))
     good, fail = files.cat_file, random.Random(0)
 
@@ -155,7 +155,7 @@ def test_damage_in_held_out_data_is_counted_too(directory, make_config):
     ],
 )
 def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_corrupt, error):
-    monkeypatch.setattr(prepared_store, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(prepared_store, "PAUSES", (0.001,) * 5)
     store = PreparedStore(str(directory), on_corrupt=on_corrupt)
 
     def fail(*_):
@@ -164,7 +164,7 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
     with monkeypatch.context() as patch:
         patch.setattr(store._files, "cat_file", fail)
         check_storage_error(r"cannot read shard train-00000", store.read_spans, [(0, 10)])
-    assert not store.counters.corrupt and store.counters.retries == prepared_store.ATTEMPTS - 1
+    assert not store.counters.corrupt and store.counters.retries == 5
     assert len(contents(store)) == store.num_tokens  # it passes
 
 

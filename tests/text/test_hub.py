@@ -182,12 +182,3 @@ def test_data_sets_in_another_order_are_other_input_and_one_given_twice_is_one(
     check_refused("was begun with other inputs; repeat the first command", here, other, out)
     here(options, out)
     assert texts_of(out) == ["hf:a#0/1@c0ffee", "hf:b#0/1@c0ffee"]
-
-
-@pytest.mark.usefixtures("remote")
-def test_a_folder_of_this_machine_is_not_on_the_hub(tmp_path):
-    check_refused(
-        f"is on this machine, not on the hub; give --input={tmp_path}",
-        hub.shard_inputs,
-        f"hf:{tmp_path}:train",
-    )

@@ -11,7 +11,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import errno
 import functools
 import itertools
 import logging
@@ -31,14 +30,13 @@ from zaya_jax.text import chat_template, shard_format, tokenizers
 from zaya_jax.text.shard_format import CorruptRecord
 from zaya_jax.text.token_block import TokenBlock
 
-ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
+PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # seconds between attempts
 READ_THREADS = 16
 CACHE_BYTES = 256 << 20
 CACHED_BUNDLE_TABLES = 256  # of shards, some tens of KiB each
 CACHED_LENGTHS = 16 << 20  # of documents, 8 bytes each
 # Errors that a retry cannot fix.
 PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-PERMANENT_ERRNOS = (errno.ELOOP, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
 _counter_lock = threading.Lock()
 _readers = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
@@ -299,29 +297,19 @@ class PreparedStore:
 def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lambda: None) -> T:
     """The result of `read`, tried again, and counted by `count`, where it fails; StorageError at
     the end."""
-    pause = FIRST_PAUSE
-    for attempt in itertools.count(1):
+    for pause in (*PAUSES, None):
         try:
             return read()
         except (UserError, StorageError, ImportError):
             raise
         except Exception as error:  # storage clients raise errors of any type
             reason = first_line(error)
-            number = getattr(error, "errno", None)
-            permanent = isinstance(error, PERMANENT_ERRORS) or number in PERMANENT_ERRNOS
-            if attempt == ATTEMPTS or permanent:
+            if pause is None or isinstance(error, PERMANENT_ERRORS):
                 raise StorageError(f"cannot read {what}: {reason}") from None
             count()
-            _log.warning(
-                "reading %s failed (%s); attempt %d follows in %.2f s",
-                what,
-                reason,
-                attempt + 1,
-                pause,
-            )
+            _log.warning("reading %s failed (%s); trying again in %.2f s", what, reason, pause)
             time.sleep(pause)
-            pause = min(2 * pause, GREATEST_PAUSE)
-    raise AssertionError  # never: the loop has no end
+    raise AssertionError("the last attempt returns or raises")
 
 
 def lengths_of_all(store: Any) -> Iterator[np.ndarray]:

@@ -10,8 +10,6 @@ other files are text.
 import dataclasses
 import hashlib
 import logging
-import os
-from pathlib import Path
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, fields, shown
@@ -137,7 +135,6 @@ def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
 
 def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenStore:
     where = f"config.eval.named {name}={path}"
-    trained = {_real_path(source): source for source in mix.plan_sources(config)[0]}
     store: TokenStore
     with fields.naming(where):
         if is_prepared(path):
@@ -146,28 +143,30 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
             store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
             if config.data.chats and store.manifest["chats"]:
                 require_chats(store, config.data.seq_len)
-        elif _real_path(path) in trained:
-            store = open_store(config, trained[_real_path(path)], tokenizer, "held_out")
+        elif source := _same_source(config, path):
+            store = open_store(config, source, tokenizer, "held_out")
         else:
-            _refuse_trained(path, list(trained.values()))
             store = open_whole(config, path, tokenizer)
     if not store.num_tokens:
         raise UserError(f"{where} has no held-out part; prepare it with --held_out, or give files")
     return store
 
 
-def _refuse_trained(path: str, trained: list[str]) -> None:
-    """UserError where some of the files belong to a source of text that is trained on."""
+def _same_source(config: Config, path: str) -> str | None:
+    """The source of text that has the same files; UserError where one has some of them."""
     files = text_files.identities(path)
-    for source in trained:
-        if not is_prepared(source):
-            shared = files.keys() & text_files.identities(source).keys()
-            if shared:
-                example = min(files[identity] for identity in shared)
-                raise UserError(
-                    f"{len(shared):,} of its {len(files):,} files are trained on as part of"
-                    f" {source}, such as {example}; give others, or move them away from there"
-                )
+    for source in mix.plan_sources(config)[0]:
+        trained = {} if is_prepared(source) else text_files.identities(source)
+        shared = files.keys() & trained.keys()
+        if shared and files.keys() == trained.keys():
+            return source
+        if shared:
+            example = min(files[identity] for identity in shared)
+            raise UserError(
+                f"{len(shared):,} of its {len(files):,} files are trained on as part of"
+                f" {source}, such as {example}; give others, or move them away from there"
+            )
+    return None
 
 
 def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
@@ -190,8 +189,3 @@ def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
 
     template = chat_template.fingerprint(tokenizer) if context else ""
     return made_once([path], ("whole", tokenizer.sha256, template, context, pairs), make)
-
-
-def _real_path(path: str) -> str:
-    """A path that is there under its one name; others, as globs and URLs, as they are written."""
-    return os.path.realpath(path) if path != "stdlib" and Path(path).exists() else path

@@ -6,7 +6,6 @@ that machines and processes share them as they share files. It ends with the hub
 which a preparation stays.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,8 +41,6 @@ def rows(shard: str) -> Iterator[dict[str, Any]]:
 def _parse(spec: str) -> tuple[str, str | None, str]:
     """(name, subset, split) of an input."""
     name, _, split = spec.removeprefix(HUB_PREFIX).partition(":")
-    if os.path.exists(name):
-        raise UserError(f"{spec} is on this machine, not on the hub; give --input={name}")
     subset = None
     if name.count("/") == 2:
         name, _, subset = name.rpartition("/")
