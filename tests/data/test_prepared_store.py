@@ -92,8 +92,6 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     store = PreparedStore(url)
     np.testing.assert_array_equal(contents(store), contents(PreparedStore(str(directory))))
     assert store.counters.retries > 3
-    monkeypatch.setattr(files, "cat_file", lambda *a, **k: fail.missing)
-    check_storage_error(r"cannot read shard train-0000", lambda: contents(PreparedStore(url)))
 
 
 def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
@@ -190,9 +188,7 @@ def test_the_cache_is_bounded(directory):
     assert len(store.cache._entries) > 1
 
 
-@pytest.mark.parametrize(
-    "what", ["tokenizer", "other tokenizer", "missing", "grown", "extra", "table"]
-)
+@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "missing", "extra", "table"])
 def test_verifying_names_it(directory, what):
     tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
     shard = directory / PreparedStore(str(directory)).shard_file(0)
@@ -202,8 +198,6 @@ def test_verifying_names_it(directory, what):
         tokenizers.train_bpe(["some text " * 50], 265).save(directory / "tokenizer")
     elif what == "missing":
         shard.unlink()
-    elif what == "grown":
-        shard.write_bytes(shard.read_bytes() + b"x" * 70)
     elif what == "extra":
         (directory / "train-09999.tokens").write_bytes(b"")
     else:

@@ -2,12 +2,14 @@
 are learnt; records of a better and a worse answer, in the forms of TRL's data sets."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from chat_families import tokenizer_of
 from refusals import check_error
 
 from zaya_jax.text import chat, chat_template, inputs, memory, tokenizers
@@ -20,6 +22,7 @@ MESSAGES = [
 ]
 
 
+ZAYA_LIKE = (Path(__file__).parent / "zaya_like.jinja").read_text()
 BYTES = tokenizers.load("bytes")
 BPE = tokenizers.train_bpe(["user assistant think 2+2? add them again " * 30], 270)
 
@@ -326,6 +329,7 @@ def test_reasoning_is_trimmed_from_the_last_answer_s_end(reasonings, excess, out
         assert document.tokens.tolist() == template.encode_chat(talk(*left)).tokens.tolist()
 
 
+@pytest.mark.parametrize("tok", [BYTES, BPE, tokenizer_of(ZAYA_LIKE, {})])
 def test_no_context_is_exceeded_and_no_answer_lost(tok):
     template = chat_template.Template(tok)
     least = len(template.encode_chat(talk(0, 0, 0)).tokens)
@@ -334,7 +338,7 @@ def test_no_context_is_exceeded_and_no_answer_lost(tok):
         assert (outcome == chat.DROPPED) == (document is None) == (context < least)
         if document is not None:
             assert len(document.tokens) <= context
-            assert spell(tok, document.tokens).count("answer[end_turn]") == 3
+            assert tok.decode(document.tokens.tolist()).count("answer") == 3
 
 
 def test_a_token_of_the_line_s_end_and_the_answer_s_first_spaces_is_learnt():
