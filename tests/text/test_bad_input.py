@@ -118,40 +118,21 @@ def test_damage_costs_what_cannot_be_read(tmp_path):
     assert documents == 1 and "d.parquet, row group 0 is damaged: 'utf-8'" in examples[BAD][0]
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Files that are text, empty, of another encoding, and no text at all; the first is empty."""
+@pytest.mark.usefixtures("in_process")
+def test_an_empty_file_is_counted_and_one_that_is_no_text_ends_the_preparation(tmp_path):
     root = tmp_path / "in"
     (root / ".git").mkdir(parents=True)
+    (root / ".git" / "object").write_bytes(b"\xff\xfe")  # hidden
     (root / "__init__.py").write_bytes(b"")
     (root / "b.txt").write_text("text")
     (root / "c.txt").write_bytes("one line\ncaf\xe9".encode("latin-1"))
-    (root / "d.png").write_bytes(b"\x89PNG\r\n\x00\x01")
-    (root / ".git" / "object").write_bytes(b"\xff\xfe")
-    return root
-
-
-@pytest.mark.usefixtures("in_process")
-def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_bad(
-    tmp_path, folder
-):
-    check_refused(
-        r"c\.txt, line 2: not UTF-8", lambda: here(Options([str(folder)]), tmp_path / "strict")
-    )
-    documents, counts, examples = left_out(folder, out=tmp_path / "out")
-    assert documents == 1 and counts == {BAD: 1, BINARY: 1, "empty texts": 1}
-    assert examples[BINARY] == [f"{folder / 'd.png'} (binary)"]
-    (folder / "c.txt").unlink()
-    (folder / "link.txt").symlink_to("nowhere")
-    check_refused(
-        r"cannot read .*link\.txt: .*No such file",
-        lambda: here(Options([str(folder)]), tmp_path / "strict1"),
-    )
-    documents, _, examples = left_out(folder, out=tmp_path / "out1")
-    assert documents == 1 and examples[BAD][0].startswith(f"cannot read {folder / 'link.txt'}: ")
-    (folder / "link.txt").unlink()
-    manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
-    assert manifest["counts"][BINARY] == 1
+    (root / "link.txt").symlink_to("nowhere")
+    for name, reason in (("c.txt", ", line 2: not UTF-8"), ("link.txt", ": .*No such file")):
+        options = Options([str(root / "b.txt"), str(root / name)])
+        check_refused(f"{name}{reason}", here, options, tmp_path / f"strict {name}")
+    documents, counts, examples = left_out(root, out=tmp_path / "out")
+    assert documents == 1 and counts == {BAD: 2, "empty texts": 1}
+    assert "c.txt" in examples[BAD][0] and "link.txt" in examples[BAD][1]
 
 
 def archive(mode):

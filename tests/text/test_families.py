@@ -296,17 +296,6 @@ def test_a_name_that_is_null_is_no_mark():
         )
 
 
-def test_ends_of_documents_are_those_that_the_folder_names(tmp_path):
-    tokenizer_of("", {"eos_token": {"content": "<|end|>"}, "pad_token": "<s>"}).save(tmp_path)
-    (tmp_path / tokenizers.META_FILE).unlink()
-    tok = tokenizers.load(tmp_path)
-    assert [tok.special_text(i) for i in (tok.bos_id, tok.eos_id, tok.pad_id)] == [
-        "<|bos|>",
-        "<|end|>",
-        "<s>",
-    ]
-
-
 def test_many_turns_cost_a_few_renderings():
     """Of prefixes it was one for each answer, so twice the turns cost four times the time."""
     for family in FAMILIES:

@@ -170,18 +170,33 @@ def test_a_tokenizer_without_known_names_is_read_as_its_refusal_advises(tmp_path
     assert tokenizers.load(tmp_path / tokenizers.FILE).eos_id == 6
 
 
-def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
+CONFIG = {"eos_token_id": [5, 1], "pad_token_id": -1}
+NAMED = {"eos_token": {"content": "<|turn|>"}, "pad_token": "<think>", "bos_token": None}
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({}, (0, 1, 2)),
+        ({"tokenizer_config.json": NAMED}, (0, 3, 5)),
+        ({"tokenizer_config.json": NAMED, "config.json": CONFIG}, (0, 5, 5)),
+        ({"config.json": CONFIG, tokenizers.META_FILE: {"eos_id": 6}}, (0, 6, 2)),
+    ],
+)
+def test_ids_beside_a_tokenizer_count_before_its_names(bpe, tmp_path, beside, expected):
     (tmp_path / "tokenizer.json").write_bytes(bpe.json().encode())
-    assert tokenizers.load(tmp_path / "tokenizer.json").bos_id == bpe.bos_id
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 1], "pad_token_id": -1}))
-    tok = tokenizers.load(tmp_path)
-    assert (tok.eos_id, tok.pad_id) == (5, bpe.pad_id)
-    (tmp_path / tokenizers.META_FILE).write_text('{"eos_id": 6}')
+    for name, content in beside.items():
+        (tmp_path / name).write_text(json.dumps(content))
     for spec in (tmp_path, tmp_path / "tokenizer.json"):
-        assert tokenizers.load(spec).eos_id == 6
-    for bad in ('{"eos_id": 300}', '{"eos_id": "x"}', '{"bos_id": true}'):
-        (tmp_path / tokenizers.META_FILE).write_text(bad)
-        check_refused(tokenizers.META_FILE, tokenizers.load, tmp_path)
+        tok = tokenizers.load(spec)
+        assert (tok.bos_id, tok.eos_id, tok.pad_id) == expected
+
+
+@pytest.mark.parametrize("bad", ['{"eos_id": 300}', '{"eos_id": "x"}', '{"bos_id": true}'])
+def test_an_id_that_is_none_is_refused(bpe, tmp_path, bad):
+    (tmp_path / "tokenizer.json").write_bytes(bpe.json().encode())
+    (tmp_path / tokenizers.META_FILE).write_text(bad)
+    check_refused(tokenizers.META_FILE, tokenizers.load, tmp_path)
 
 
 def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):
