@@ -248,7 +248,9 @@ def test_prepared_directories_are_no_text(tmp_path):
         shutil.rmtree(source / "out")
     here(options, source / "out")
     tok = tokenizers.load("bytes")
-    check_refused(r"holds .*train-00000\.tokens, a shard", here, options, tmp_path / "other")
+    check_refused(r"out/manifest\.json, line 1: not a JSON", here, options, tmp_path / "other")
+    says = r"none with text \(.*; .*train-00000\.tokens \(prepared tokens\)"
+    check_refused(says, memory.split_texts, str(source / "out" / "[rst]*"), tok)
     check_refused("'' holds no text file", memory.split_texts, "", tok)
 
 

@@ -176,7 +176,6 @@ def find_inputs(
         ]
         if not named:
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
-        text_files.refuse_shards(named, pattern, "give a directory without it")
         files += named
     return [*sorted(map(str, text_files.unique_files(files))), *dict.fromkeys(streamed)]
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -35,29 +34,26 @@ FILE_KINDS = {
     ".zip": "archive",
     **dict.fromkeys((".br", ".bz2", ".lz", ".lz4", ".lzma", ".xz", ".z"), "otherwise compressed"),
     **dict.fromkeys((".csv", ".tsv"), "table"),
+    ".tokens": "prepared tokens",
 }
 COMPRESSION = (".gz", ".zst")
 HUB_PREFIX = "hf:"
-SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
 
 
 def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the
     standard library."""
     files = find_files(path)
+    if not files:
+        raise UserError(
+            f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
+        )
     if path == "stdlib":
         root = stdlib()
     elif pathlib.Path(path).is_dir():
         root = pathlib.Path(path)
     else:
-        root = pathlib.Path(os.path.commonpath([file.parent for file in files]) if files else "")
-    refuse_shards(
-        files, path, "give its directory, or continue its preparation if that has not finished"
-    )
-    if not files:
-        raise UserError(
-            f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
-        )
+        root = pathlib.Path(os.path.commonpath([file.parent for file in files]))
     return sorted((file.relative_to(root).as_posix(), file) for file in files)
 
 
@@ -196,15 +192,6 @@ def identity(path: str | os.PathLike) -> object:
 def identities(path: str) -> dict[object, pathlib.Path]:
     """The files of `list_files` by their identity."""
     return {identity(file): file for _, file in list_files(path)}
-
-
-def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
-    """UserError where files that are to be read as text are a preparation's shards."""
-    for path in files:
-        if SHARD.fullmatch(path.name):
-            raise UserError(
-                f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}"
-            )
 
 
 def stdlib() -> pathlib.Path:
