@@ -12,6 +12,7 @@ import pytest
 from chat_families import tokenizer_of
 from refusals import check_error
 
+from zaya_jax.config import UserError
 from zaya_jax.text import chat, chat_template, inputs, memory, tokenizers
 
 MESSAGES = [
@@ -186,7 +187,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     ],
 )
 def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
-    with pytest.raises(chat.BadChat, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         chat.parse_chat([turn, {"role": "assistant", "content": "end"}])
     assert str(error.value).isprintable()
     for nothing in ([], {}, ["hi"], [{"role": "user", "content": "no answer follows"}]):

@@ -13,7 +13,6 @@ from data_helpers import here
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
-from zaya_jax.evaluate import texts
 from zaya_jax.text import chat, chat_template, memory, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
 
@@ -113,7 +112,7 @@ def test_what_a_template_leaves_out_is_named(family):
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
     if loses == "refused":
         check_error(
-            chat_template.Refused, "must alternate$", prepared, FAMILIES[family], talk, tools=TOOLS
+            chat_template.Refused, "must alternate;", prepared, FAMILIES[family], talk, tools=TOOLS
         )
         return
     tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
@@ -379,11 +378,8 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     )
 
 
-@pytest.mark.parametrize(
-    ("pairs", "way_out"),
-    [(False, "use prepare_data with --skip_bad to skip it"), (True, "remove it")],
-)
-def test_a_chat_that_the_template_refuses_has_a_way_out(tmp_path, pairs, way_out):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_chat_that_the_template_refuses_is_named(tmp_path, pairs):
     prompt = [{"role": "system", "content": "Be brief."}, user("q")]
     record = {"messages": [*prompt, answer("a")]}
     if pairs:
@@ -391,11 +387,8 @@ def test_a_chat_that_the_template_refuses_has_a_way_out(tmp_path, pairs, way_out
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(record))
     tok = tokenizer_of(FAMILIES["gemma_2"])
-    said = f"refuses this conversation: System role not supported; change it, or {way_out}"
+    said = "line 1: the model's chat template refuses .*: System role not supported; change it, or"
     check_refused(said, memory.read_chats, str(path), tok, 512, pairs)
-    if not pairs:
-        where = "chats.jsonl, line 1: the model's chat template refuses"
-        check_refused(where, list, texts.documents(str(path), tok))
 
 
 def test_a_chat_stays_on_its_side(tmp_path):

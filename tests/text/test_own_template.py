@@ -96,7 +96,7 @@ def test_what_a_template_refuses_is_one_line():
     odd = chat.parse_chat([{"role": "developer", "content": "x"}, TALK[-1]])
     check_error(
         chat_template.Refused,
-        "refuses this conversation: a role that is not known: developer$",
+        "refuses this conversation: a role that is not known: developer;",
         lambda: chat_template.Template(OWN).encode_within(odd, None),
     )
     # and reaches nothing of Python's

@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from zaya_jax.text.tokenizers import NotUnicode, utf8
+from zaya_jax.config import UserError
+from zaya_jax.text.tokenizers import utf8
 
 # The version of the chat encoding. Earlier: 1 kept the roles' own names; 2 had tools after a
 # record's system text; 3 found answers by the differences of prefixes; 4 learnt a next turn's
@@ -43,7 +44,7 @@ KEPT, TRIMMED, REDUCED, DROPPED = "kept", "trimmed", "reduced", "dropped"
 _THINK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 
-class BadChat(ValueError):
+class BadChat(UserError):
     """A conversation that is not a list of turns with role and content; its message says what it
     is instead."""
 
@@ -234,10 +235,7 @@ def parse_turn(turn: Any) -> Message:
         raw_reasoning,
         not_learnt=turn.get("weight") == 0,
     )
-    try:
-        utf8(message.role + message.reasoning + message.content + to_json(extra))
-    except NotUnicode as error:
-        raise BadChat(f"a turn of role {role!a}: {error}") from None
+    utf8(message.role + message.reasoning + message.content + to_json(extra))
     return message
 
 

@@ -318,7 +318,8 @@ class Template:
                 blocks.append(block)
         except Exception as error:  # a template may fail in any way
             raise Refused(
-                f"the model's chat template refuses this conversation: {first_line(error)}"
+                f"the model's chat template refuses this conversation: {first_line(error)};"
+                " change it, or leave it out"
             ) from None
         return "".join(blocks), generations
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import UserError, first_line
 from zaya_jax.text import chat, hub, text_files
-from zaya_jax.text.tokenizers import NotUnicode, utf8
+from zaya_jax.text.tokenizers import utf8
 
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 DAMAGE = (OSError, EOFError, zlib.error)
@@ -74,7 +74,6 @@ class TextOrChat:
     """Records of chats, or of texts under a field."""
 
     text_field: str = "text"
-    advice = f"give records with a list of turns under {', '.join(CHAT_FIELDS)}"
     way_out = "use prepare_data with --skip_bad to skip it"
 
     @property
@@ -112,10 +111,7 @@ class TextOrChat:
         if isinstance(text, str):
             if len(text) > text_files.LONGEST_TEXT:
                 raise BadInput(f"a text that {text_files.TOO_LONG}")
-            try:
-                utf8(text)
-            except NotUnicode as error:
-                raise BadInput(str(error)) from None
+            utf8(text)
             return text
         if text is not None or (self.text_field not in record and record):
             hint = "; for pairs give finetune.py:MODEL,preference=dpo" if "chosen" in record else ""
@@ -127,7 +123,7 @@ class ChatPair:
     """Records of two answers, the better and the worse one."""
 
     columns = ("prompt", "chosen", "rejected", *chat.LEADING_FIELDS)
-    wanted = advice = chat.PAIR_FORM
+    wanted = chat.PAIR_FORM
     way_out = "remove it"
 
     def is_in(self, names: Sequence[str]) -> bool:
@@ -337,7 +333,7 @@ def _json_sample(line: bytes, name: str, where: str, form: Form) -> Sample | Bad
 def _sample(record: dict[str, Any], name: str, where: str, form: Form) -> Sample | BadInput:
     try:
         return Sample(name, where, form.content(record))
-    except (BadInput, chat.BadChat) as error:
+    except UserError as error:
         return BadInput(f"{where}: {error}")
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, fields
 from zaya_jax.text import chat, chat_template, inputs, text_files, token_block
-from zaya_jax.text.answer_spans import Incomplete, Refused
+from zaya_jax.text.answer_spans import Incomplete
 from zaya_jax.text.inputs import BadInput, Sample
 from zaya_jax.text.token_block import Document, TokenBlock, encode_texts
 from zaya_jax.text.tokenizers import Tokenizer
@@ -137,7 +137,7 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
     for sample in _chats(path, form):
-        try:
+        with fields.naming(sample.where):
             if pairs:
                 encoded, outcome = _encode_pair(template, sample.content, context)
                 key = _hash(sample.content.shared or sample.content.chosen)
@@ -145,10 +145,6 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
                 document, outcome = template.encode_within(sample.content, context)
                 encoded = [] if document is None else [document]
                 key = _hash(sample.content)
-        except Refused as error:
-            raise UserError(f"{sample.where}: {error}; change it, or {form.way_out}") from None
-        except UserError as error:
-            raise UserError(f"{sample.where}: {error}") from None
         hashes.add(key)
         counts[outcome] += 1
         for document in encoded:
@@ -158,7 +154,7 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
     together = 2 if pairs else 1
     unit = UNITS[together]
     if not hashes:
-        raise UserError(f"{path!r} has no {unit}; {form.advice}")
+        raise UserError(f"{path!r} has no {unit}; {form.wanted}")
     if not documents:
         raise UserError(
             f"{path!r}: its {unit} are all longer than the context of {context}"
@@ -209,7 +205,7 @@ def _chats(path: str, form: inputs.Form) -> Iterator[Sample]:
         if isinstance(sample.content, str):
             raise UserError(
                 f"{sample.where}: a text and no chat, but config.data.chats is set; name the files"
-                f" of chats with a glob; {form.advice}"
+                " of chats with a glob"
             )
         yield sample
 

@@ -56,17 +56,13 @@ BYTES_CHAT_TOKENS = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</th
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
-class NotUnicode(UserError):
-    """A text with half of a surrogate pair in it, which no tokenizer can spell."""
-
-
 def utf8(text: str) -> bytes:
-    """A text's bytes; NotUnicode where it holds half of a surrogate pair, as JSON's \\u escapes
-    can."""
+    """A text's bytes; UserError where it holds half of a surrogate pair, as JSON's \\u escapes can,
+    which no tokenizer can spell."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise NotUnicode(
+        raise UserError(
             f"the text is not Unicode: character {error.start + 1:,} is"
             f" U+{ord(text[error.start]):04X}, half of a surrogate pair"
         ) from None
