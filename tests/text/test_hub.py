@@ -170,15 +170,8 @@ def test_a_preparation_stays_with_its_revision(tmp_path, remote):
     check_refused("is complete, from other input", here, options, tmp_path / "out")
 
 
-def test_data_sets_in_another_order_are_other_input_and_one_given_twice_is_one(
-    tmp_path, monkeypatch
-):
+def test_a_data_set_given_twice_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "shard_inputs", lambda spec, planned: [f"{spec}#0/1@c0ffee"])
     monkeypatch.setattr(hub, "rows", lambda shard: iter([{"text": shard}]))
-    out, options = tmp_path / "out", Options(["hf:a", "hf:b", "hf:a"], held_out=0.0)
-    prepare.prepare(options, str(out), 1, lambda *_: None, part=(0, 2))
-    assert len(prepare._saved_plan(out)["files"]) == 2
-    other = Options(["hf:b", "hf:a"], held_out=0.0)
-    check_refused("was begun with other inputs; repeat the first command", here, other, out)
-    here(options, out)
-    assert texts_of(out) == ["hf:a#0/1@c0ffee", "hf:b#0/1@c0ffee"]
+    here(Options(["hf:a", "hf:b", "hf:a"], held_out=0.0), tmp_path / "out")
+    assert texts_of(tmp_path / "out") == ["hf:a#0/1@c0ffee", "hf:b#0/1@c0ffee"]

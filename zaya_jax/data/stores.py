@@ -82,13 +82,10 @@ def made_once[T](paths: Sequence[str], options: tuple, make: Callable[[], T]) ->
 def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "train") -> TokenStore:
     """The store of one split of a path."""
     data = config.data
-    described_as = f"config.data.tokenizer={data.tokenizer!r}"
     if data.chats:
-        chat_template.require_turn_tokens(tokenizer, described_as)
+        chat_template.require_turn_tokens(tokenizer, f"config.data.tokenizer={data.tokenizer!r}")
     if is_prepared(path):
-        refuse_prepared_pairs(config, path)
-        store = PreparedStore(path, split, data.on_corrupt)
-        store.require_tokenizer(tokenizer, described_as)
+        store = open_prepared(config, path, tokenizer, split)
         if split == "train" and not store.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:
@@ -106,13 +103,17 @@ def open_store(config: Config, path: str, tokenizer: Tokenizer, split: str = "tr
     return sides[SPLITS.index(split)]
 
 
-def refuse_prepared_pairs(config: Config, path: str) -> None:
-    """UserError where a run on pairs is given a prepared directory, which holds none."""
+def open_prepared(config: Config, path: str, tokenizer: Tokenizer, split: str) -> PreparedStore:
+    """The store of one split of a prepared directory; UserError where a run on pairs is given one,
+    which holds none, or it was prepared with another tokenizer."""
     if config.run.takes_pairs:
         raise UserError(
             f"{path} is a prepared directory, but config.run.preference={config.run.preference!r}"
             " reads pairs from JSONL or Parquet; give their file, folder or glob"
         )
+    store = PreparedStore(path, split, config.data.on_corrupt)
+    store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
+    return store
 
 
 def require_chats(store: PreparedStore, context: int) -> None:

@@ -22,8 +22,8 @@ from zaya_jax.data.stores import (
     fill,
     local_rows,
     made_once,
+    open_prepared,
     open_store,
-    refuse_prepared_pairs,
     require_chats,
 )
 from zaya_jax.text import chat_template, inputs, memory, text_files
@@ -138,9 +138,7 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenSt
     store: TokenStore
     with fields.naming(where):
         if is_prepared(path):
-            refuse_prepared_pairs(config, path)
-            store = PreparedStore(path, "held_out", config.data.on_corrupt)
-            store.require_tokenizer(tokenizer, f"config.data.tokenizer={config.data.tokenizer!r}")
+            store = open_prepared(config, path, tokenizer, "held_out")
             if config.data.chats and store.manifest["chats"]:
                 require_chats(store, config.data.seq_len)
         elif source := _same_source(config, path):

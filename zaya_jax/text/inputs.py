@@ -173,7 +173,7 @@ def find_inputs(
         if not named:
             raise UserError(f"{pattern} names no file; give paths, directories or globs (quoted)")
         files += named
-    return [*sorted(map(str, text_files.unique_files(files))), *dict.fromkeys(streamed)]
+    return [*sorted(map(str, text_files.unique_files(files))), *sorted(set(streamed))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,9 +137,8 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
         before = {tuple(file) for file in saved.get("files", [])}
         changed = before ^ {tuple(file) for file in plan["files"]}
         differing.remove("files")
-        if changed:  # otherwise they come in another order, since `inputs` differ
-            example = text_files.printable(min(changed)[0])
-            differing.append(f"input files ({example} was changed, added or removed)")
+        example = text_files.printable(min(changed)[0])
+        differing.append(f"input files ({example} was changed, added or removed)")
     if differing:
         raise UserError(
             f"{directory} was begun with other {', '.join(differing)}; repeat the first command, "
