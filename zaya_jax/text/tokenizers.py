@@ -198,7 +198,7 @@ class Tokenizer:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files().items():
+        for name, content in {**self.extra_files, FILE: self.content}.items():
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
         meta = {
@@ -210,10 +210,6 @@ class Tokenizer:
             "sha256": self.sha256,
         }
         (directory / META_FILE).write_text(json.dumps(meta, indent=2) + "\n")
-
-    def _files(self) -> dict[str, bytes]:
-        """The files that `save` writes beside META_FILE."""
-        return {**self.extra_files, FILE: self.content}
 
     def _hash(self, content: bytes) -> str:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
@@ -260,9 +256,6 @@ class Bytes(Tokenizer):
     def encode_document(self, text: str) -> np.ndarray:
         ends: np.ndarray = np.array([self.bos_id, self.eos_id], self.dtype)
         return np.insert(ends, 1, np.frombuffer(utf8(text), np.uint8))
-
-    def _files(self) -> dict[str, bytes]:
-        return {}
 
 
 @functools.cache
