@@ -73,7 +73,7 @@ def test_byte_ranges_give_what_local_files_give(directory, scheme, request):
     np.testing.assert_array_equal(contents(local), contents(remote))
     for shard in range(local.num_shards):
         np.testing.assert_array_equal(local.lengths(shard), remote.lengths(shard))
-    assert remote.counters.records == len(bundles(local)) and remote.counters.retries == 0
+    assert remote.retries == 0
     assert prepared_store.verify(url) == []
 
 
@@ -91,7 +91,7 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     monkeypatch.setattr(files, "cat_file", sometimes)
     store = PreparedStore(url)
     np.testing.assert_array_equal(contents(store), contents(PreparedStore(str(directory))))
-    assert store.counters.retries > 3
+    assert store.retries > 3
 
 
 def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
@@ -162,7 +162,7 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
     with monkeypatch.context() as patch:
         patch.setattr(store._files, "cat_file", fail)
         check_storage_error(r"cannot read shard train-00000", store.read_spans, [(0, 10)])
-    assert not store.counters.corrupt and store.counters.retries == 5
+    assert not store.corrupt and store.retries == 5
     assert len(contents(store)) == store.num_tokens  # it passes
 
 
@@ -238,7 +238,7 @@ def test_damage_of_any_kind_is_named_and_never_read(directory, kind):
         for key, bundle in found.items():
             if bundle.real:
                 np.testing.assert_array_equal(bundle.tokens, sound[key].tokens)
-        assert len(skipping.counters.corrupt) == sum(not bundle.real for bundle in found.values())
+        assert len(skipping.corrupt) == sum(not bundle.real for bundle in found.values())
         path.write_bytes(content)
 
 

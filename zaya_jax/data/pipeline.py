@@ -29,7 +29,7 @@ import numpy as np
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import layout, mix, order, pack, shuffle
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.prepared_store import Counters, PreparedStore
+from zaya_jax.data.prepared_store import PreparedStore
 from zaya_jax.data.stores import (
     TokenStore,
     check_tokenizer,
@@ -273,10 +273,6 @@ class Batches:
         source.reserve_cache(1 / self.process[1])
         return source
 
-    def counters(self) -> Counters:
-        """Counts of reading so far, over all sources."""
-        return sum((store.counters for store in self.prepared_stores), Counters())
-
 
 def _eras(parts: list[tuple[int, str, mix.Stretch]]) -> list[Era]:
     """The eras of the parts of a run, (context length, packing, stretch)."""
@@ -387,15 +383,15 @@ class Stream(Iterator[Any]):
         return ""
 
     def metrics(self) -> dict[str, float]:
-        """Reading's counters, with the damage in held-out data; since the last call, the share of
+        """Counts of reading, with the damage in held-out data; since the last call, the share of
         time that the step waited here, and the share of positions that had a token in the batches
         given out.
         """
-        counters = self.batches.counters()
+        stores = self.batches.prepared_stores
         now = time.perf_counter()
         figures: dict[str, float] = {
-            "data/retries": counters.retries,
-            "data/corrupt": len(counters.corrupt | self.damaged),
+            "data/retries": sum(store.retries for store in stores),
+            "data/corrupt": len(self.damaged.union(*(store.corrupt for store in stores))),
             "data/wait_fraction": self._waited / max(now - self._since, 1e-9),
         }
         if self._efficiency:

@@ -10,7 +10,6 @@ the run or is replaced by padding (`on_corrupt`).
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -40,19 +39,6 @@ PERMANENT_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotAD
 _log = logging.getLogger(__name__)
 _counter_lock = threading.Lock()
 _readers = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
-
-
-@dataclasses.dataclass
-class Counters:
-    """Counts of reading so far."""
-
-    records: int = 0
-    retries: int = 0
-    corrupt: set[str] = dataclasses.field(default_factory=set)  # pieces of data, each once
-
-    def __add__(self, other: "Counters") -> "Counters":
-        retries = self.retries + other.retries
-        return Counters(self.records + other.records, retries, self.corrupt | other.corrupt)
 
 
 class Lru[K, V]:
@@ -118,7 +104,8 @@ class PreparedStore:
         self.fingerprint = f"{facts}/{split}"
         # "chats" is None where there are none. No chat is longer than this context, unless it is 0.
         self.chat_context: int = (self.manifest["chats"] or {}).get("context", 0)
-        self.counters = Counters()
+        self.retries = 0
+        self.corrupt = set[str]()  # pieces of data, each once
         self.cache: Lru[tuple[int, int], TokenBlock] = Lru(cache_bytes)
         self.bundle_tables: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(CACHED_BUNDLE_TABLES)
         self._lengths: Lru[int, np.ndarray] = Lru(CACHED_LENGTHS)
@@ -235,8 +222,6 @@ class PreparedStore:
     def _read_bundle(self, shard: int, number: int) -> TokenBlock:
         offsets, crcs = self._bundle_table(shard)
         record = self._read(shard, *map(int, offsets[number : number + 2]))
-        with _counter_lock:
-            self.counters.records += 1
         return shard_format.decode_bundle(record, self.shard_file(shard), number, int(crcs[number]))
 
     def _bundle_table(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
@@ -266,8 +251,7 @@ class PreparedStore:
 
     def _padding(self, shard: int, number: int, error: CorruptRecord) -> TokenBlock:
         """What takes a damaged bundle's place; StorageError where the run is to stop."""
-        with _counter_lock:
-            self.counters.corrupt.add(f"{self.fingerprint} {shard} {number}")
+        self.corrupt.add(f"{self.fingerprint} {shard} {number}")
         if self.on_corrupt != "skip":
             raise StorageError(
                 f"{error} ({self.name}); restore the shard (--verify of prepare_data checks all),"
@@ -291,7 +275,7 @@ class PreparedStore:
 
     def _count_retry(self) -> None:
         with _counter_lock:
-            self.counters.retries += 1
+            self.retries += 1
 
 
 def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lambda: None) -> T:

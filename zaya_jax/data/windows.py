@@ -89,7 +89,7 @@ def spread_windows(
         batches.append(batch.build(config.data.cross_documents))
     for store in stores:
         if isinstance(store, PreparedStore):
-            damaged |= store.counters.corrupt
+            damaged |= store.corrupt
     return batches
 
 
