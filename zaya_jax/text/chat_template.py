@@ -393,15 +393,12 @@ class Template:
             )
         spans = [(start, start + len(body)) for start, body in generations]
         ids, characters = self._tokenizer.encode_with_specials(text)
-        learnt = total = sum(turn.is_learnt for turn in turns)
-        read_only = any(turn.is_answer and turn.not_learnt for turn in turns)
-        if read_only or not self._ours:  # ours writes all, and marks each answer
-            locator = answer_spans.AnswerLocator(self._render, tools, turns, text)
-            if spans:
-                spans, learnt = locator.learnt_blocks(spans)
-            else:
-                spans = locator.spans(self._ending.everything, self._end_markers)
-                learnt = len(spans)
+        locator = answer_spans.AnswerLocator(self._render, tools, turns, text)
+        if spans:
+            spans, learnt = locator.learnt_blocks(spans)
+        else:
+            spans = locator.spans(self._ending.everything, self._end_markers)
+            learnt = len(spans)
         firsts, lasts = np.array(characters, np.int64).reshape(-1, 2).T
         starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
         # A token is predicted if it has a character of a span, as by transformers' mask: more spans
@@ -414,7 +411,7 @@ class Template:
             raise Incomplete("left out: the chat template writes no answer that can be learnt")
         counts = {
             "answers learnt": learnt,
-            "answers rewritten": total - learnt,
+            "answers rewritten": sum(turn.is_learnt for turn in turns) - learnt,
             "tokens learnt": int(predicted.sum()),
         }
         with contextlib.suppress(Refused):  # of a chat as short as the one that shows the ending
