@@ -156,7 +156,7 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
     monkeypatch.setattr(prepared_store, "PAUSES", (0.001,) * 5)
     store = PreparedStore(str(directory), on_corrupt=on_corrupt)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     with monkeypatch.context() as patch:

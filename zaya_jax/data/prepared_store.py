@@ -268,7 +268,7 @@ class PreparedStore:
         name = self.shard_file(shard)
         path = join(self._root, name)
         return retried(
-            lambda: self._files.cat_file(path, start, stop),
+            lambda: self._files.cat_file(path, start=start, end=stop),
             f"shard {name} of {self.name}",
             self._count_retry,
         )

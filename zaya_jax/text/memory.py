@@ -91,8 +91,8 @@ class Chats:
     tokenizer: Tokenizer
 
     def number(self, documents: list[Document]) -> str:
-        """How many chats or pairs these documents are, in words."""
-        return f"{len(documents) // self.together:,} {UNITS[self.together]}"
+        """How many chats or pairs these documents are."""
+        return f"{len(documents) // self.together:,}"
 
     def split(self, last_held_out: bytes) -> tuple[TokenBlock, TokenBlock, str]:
         """(those to learn, those held out, whose hashes are `last_held_out` and below, a note on
@@ -103,7 +103,8 @@ class Chats:
             (held_out if key <= last_held_out else train).extend(documents)
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
-            f"{self.path}: {self.number(train)} to learn and {self.number(held_out)} held out"
+            f"{self.path}: {self.number(train)} {UNITS[self.together]} to learn and"
+            f" {self.number(held_out)} held out"
             f", {sum(map(len, blocks)):,} tokens ({chat.in_words(self.counts)})"
         )
         return blocks[0], blocks[1], note
@@ -193,7 +194,7 @@ def read_whole(
     are."""
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {chats.number(documents)} to evaluate on ({chat.in_words(chats.counts)})"
+    note = f"{path}: {chats.number(documents)} {UNITS[chats.together]} to evaluate on ({chat.in_words(chats.counts)})"
     return token_block.concatenate(documents, tokenizer), note
 
 
