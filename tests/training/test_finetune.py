@@ -171,7 +171,7 @@ def test_evaluation_keeps_chats_whole(folder):
     assert batches
     for batch in batches:
         begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-        assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes.bos_id).all()
+        assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes().bos_id).all()
 
 
 def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
@@ -213,11 +213,11 @@ BAD = {
     ),
     "other fields": (
         '{"prompt": "a"}\n',
-        "or instruction with output; fix the record, or use prepare_data",
+        "or instruction with output; fix it, or use prepare_data",
     ),
     "too long": (
         json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n",
-        "its 1 chats are all longer",
+        "its chats are all longer",
     ),
 }
 

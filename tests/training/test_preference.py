@@ -200,7 +200,7 @@ def test_data_without_pairs_are_said(folder, tmp_path):
     chats = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     for content, says in (
         (chats, "line 1: a pair has chosen and rejected"),
-        (pair(1, "a", "b" * 300), "its 1 pairs are all longer than the context of 128"),
+        (pair(1, "a", "b" * 300), "its pairs are all longer than the context of 128"),
     ):
         path = write(tmp_path / "a.jsonl", [content])
         assert says in refusal(train, settings(folder, data__path=path), tmp_path / "new")
