@@ -92,7 +92,13 @@ class PreparedStore:
         self.on_corrupt = on_corrupt
         self.manifest = load_manifest(directory)
         self._files, self._root = fsspec.core.url_to_fs(directory)
-        table = load_shards(directory, self.manifest)
+        content = _fetch(directory, shard_format.SHARDS)
+        if google_crc32c.value(content) != self.manifest["shards_crc32c"]:
+            raise StorageError(
+                f"{join(directory, shard_format.SHARDS)} is damaged: its CRC32C differs from the"
+                " manifest's"
+            )
+        table = np.frombuffer(content, shard_format.SHARD_TYPE)
         self.shards = table[table["split"] == shard_format.SPLITS.index(split)]
         self.num_shards = len(self.shards)
         self.first_token = np.append(0, np.cumsum(self.shards["tokens"].astype(np.int64)))
@@ -335,17 +341,6 @@ def load_manifest(directory: str) -> dict[str, Any]:
     return shard_format.check_manifest(
         _fetch(directory, shard_format.MANIFEST), join(directory, shard_format.MANIFEST)
     )
-
-
-def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
-    """One entry per shard, checked against the manifest."""
-    content = _fetch(directory, shard_format.SHARDS)
-    if google_crc32c.value(content) != manifest["shards_crc32c"]:
-        raise StorageError(
-            f"{join(directory, shard_format.SHARDS)} is damaged: its CRC32C differs from the"
-            " manifest's"
-        )
-    return np.frombuffer(content, shard_format.SHARD_TYPE)
 
 
 def verify(directory: str) -> list[str]:

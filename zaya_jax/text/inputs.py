@@ -224,18 +224,19 @@ def whole_file(path: str, name: str) -> InputRange:
 def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     """The samples of a range of an input file, and what cannot be read of it as BadInput."""
     try:
-        if piece.kind == "text":
-            yield _text(piece)
-        elif piece.kind == "jsonl":
-            yield from _jsonl(piece, form)
-        elif piece.kind == "parquet":
-            yield from _parquet(piece, form)
-        elif piece.kind == "hub":
-            yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
-        elif piece.kind == "arrow":
-            yield from _samples_of_rows(piece, _arrow_rows(piece, form), 0, form)
-        else:
-            raise NotText(piece, piece.kind)
+        match piece.kind:
+            case "text":
+                yield _text(piece)
+            case "jsonl":
+                yield from _jsonl(piece, form)
+            case "parquet":
+                yield from _parquet(piece, form)
+            case "hub":
+                yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
+            case "arrow":
+                yield from _samples_of_rows(piece, _arrow_rows(piece, form), 0, form)
+            case kind:
+                raise NotText(piece, kind)
     except BadInput as error:
         yield error
     except DAMAGE as error:

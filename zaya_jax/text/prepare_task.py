@@ -154,7 +154,7 @@ class _TaskWriter:
         self._task = task
         self._job = job
         self._tokenizer = tokenizer
-        self._writers: dict[str, ShardWriter] = {}
+        self._writers: dict[int, ShardWriter] = {}  # by the index of the split
         self._tally = Tally()
 
     def add(self, piece: InputRange) -> None:
@@ -174,7 +174,7 @@ class _TaskWriter:
 
     def commit(self) -> int:
         """Give the shards their names, then record the task; returns its number of tokens."""
-        entries = [self._writers[s].close() for s in shard_format.SPLITS if s in self._writers]
+        entries = [self._writers[split].close() for split in sorted(self._writers)]
         for entry in entries:
             partial = self._job.directory / WORK / entry.pop("partial")
             partial.replace(self._job.directory / entry["file"])
@@ -217,14 +217,12 @@ class _TaskWriter:
         self._tally.add({reason: 1}, {reason: [str(error)]})
 
     def _write(self, name: str, document: Document) -> None:
-        is_held_out = text_files.hash_below(name, self._job.options.held_out)
-        split = "held_out" if is_held_out else "train"
+        split = int(text_files.hash_below(name, self._job.options.held_out))  # 1: held out
         if split not in self._writers:
-            index = shard_format.SPLITS.index(split)
             number = self._task.number
-            path = self._job.directory / WORK / shard_format.shard_name(index, number)
+            path = self._job.directory / WORK / shard_format.shard_name(split, number)
             self._writers[split] = ShardWriter(
-                path, self._tokenizer.dtype, self._job.corpus, index, number
+                path, self._tokenizer.dtype, self._job.corpus, split, number
             )
         self._writers[split].add(document)
 
