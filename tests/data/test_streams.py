@@ -99,13 +99,8 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "open_store", lambda _, path, __: stores[path])
-        parts = [
-            pipeline.Batches(config, TOK, (i, processes), draw(st.integers(1, 2))) for i in range(1)
-        ]
-        parts += [
-            pipeline.Batches(config, TOK, (i, processes), parts[0]._rounds)
-            for i in range(1, processes)
-        ]
+        rounds = draw(st.integers(1, 2))
+        parts = [pipeline.Batches(config, TOK, (i, processes), rounds) for i in range(processes)]
         era = parts[0].eras[0]
         rows = [parts[0].source(era, k).layout.num_rows for k in range(num_sources)]
         given_rows = [[] for _ in rows]
