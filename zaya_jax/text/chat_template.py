@@ -212,7 +212,7 @@ class Template:
         self._tokenizer, sources = tokenizer, template_sources(tokenizer)
         self.source = sources["default"]
         self._ours = OURS in self.source[:200]
-        environment = _environment(self._ours)
+        environment = _environment()
         try:
             self._template = self._for_tools = environment.from_string(self.source)
             if "tool_use" in sources:
@@ -428,9 +428,8 @@ def _split_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
     return None, messages
 
 
-def _environment(ours: bool) -> Any:
-    """Jinja's sandbox with transformers' settings; our own template takes a third of the time
-    outside it."""
+def _environment() -> Any:
+    """Jinja's sandbox with transformers' settings."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -454,8 +453,7 @@ def _environment(ours: bool) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
-    kind = jinja2.Environment if ours else jinja2.sandbox.ImmutableSandboxedEnvironment
-    environment = kind(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = chat.to_json
