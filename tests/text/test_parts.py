@@ -112,6 +112,7 @@ def dying_at(patch, moment):
     patch.setattr(shard_format.ShardWriter, "discard", lambda self: self._file.close())
     for owner, name in (
         (shard_format.ShardWriter, "_write_bundle"),
+        (shard_format.ShardWriter, "close"),
         (pathlib.Path, "replace"),
         (pathlib.Path, "rename"),
         (os, "fsync"),
