@@ -23,7 +23,6 @@ those of other text or lengths.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +35,12 @@ SETTLE = 64
 # A normal distribution's standard deviation over its median distance from the median.
 ROBUST = 1.4826
 # Deviations below this fraction of the level are noise, however steady the figure was.
-LEAST = {"loss": 0.005, "grad_norm": 0.25}
+LEAST = np.array([0.005, 0.25])
+FIGURES = ("loss", "grad_norm")
 
 
 class Spike(NamedTuple):
-    """A spike from step `began` to `step`: the figure that rose most, with its greatest value."""
+    """A spike from step `began` to `step`; a figure that was too high in that, and its value."""
 
     began: int
     step: int
@@ -54,34 +54,8 @@ class Spike(NamedTuple):
         many = f"{self.high} of {steps} steps" if self.high < steps else f"{steps} steps in a row"
         return (
             f"{self.figure} was too high in {many}, from step {self.began} on "
-            f"(up to {self.value:.4g}; before, the median was {self.median:.4g})"
+            f"({self.value:.4g} in step {self.step}; before, the median was {self.median:.4g})"
         )
-
-
-class _Streak(NamedTuple):
-    """The count so far: `high` of `steps` steps were high, `ahead` more than were normal."""
-
-    ahead: int = 0
-    steps: int = 0
-    high: int = 0
-    top_loss: float | None = -1e38  # the greatest of the high steps; None: not finite
-    top_norm: float | None = -1e38
-
-    def add_high(self, pair: Sequence[float]) -> "_Streak":
-        """Counts a high step with this loss and norm."""
-        tops: list[float | None] = []
-        for top, value in zip((self.top_loss, self.top_norm), pair, strict=True):
-            if top is None or not math.isfinite(value):
-                tops.append(None)
-            else:
-                tops.append(max(top, value))
-        return _Streak(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
-
-    def add_normal(self) -> "_Streak":
-        """Counts a normal step, which may end the streak."""
-        if self.ahead <= 1:
-            return _Streak()
-        return self._replace(ahead=self.ahead - 1, steps=self.steps + 1)
 
 
 class Spikes:
@@ -92,24 +66,26 @@ class Spikes:
         self._settings = settings
         self._phase: int = state.get("phase", -1)
         # Pairs of loss and norm: of the last normal steps, and of their residuals.
-        self._normal: list[list[float]] = state.get("usual", [])
-        self._residuals: list[list[float]] = state.get("off", [])
-        self._streak = _Streak(*state.get("high", []))
+        self._normal: list[list[float]] = state.get("normal", [])
+        self._residuals: list[list[float]] = state.get("residuals", [])
+        # The streak so far: how many more of its steps were high than normal, and its steps.
+        self._ahead: int = state.get("ahead", 0)
+        self._steps: int = state.get("steps", 0)
 
     @property
     def suspicious(self) -> bool:
         """Whether a streak of high steps is under way: a spike that is found later may have begun
         before now."""
-        return self._streak.ahead > 0
+        return self._ahead > 0
 
     def state(self) -> dict[str, Any]:
-        """Numbers for JSON, None for one that is not finite; copies, since a save writes them while
-        steps go on."""
-        return {  # under the names that earlier versions gave them
+        """Numbers for JSON; copies, since a save writes them while steps go on."""
+        return {
             "phase": self._phase,
-            "usual": [*self._normal],
-            "off": [*self._residuals],
-            "high": [*self._streak],
+            "normal": [*self._normal],
+            "residuals": [*self._residuals],
+            "ahead": self._ahead,
+            "steps": self._steps,
         }
 
     def add(self, step: int, phase: int, loss: float, norm: float) -> Spike | None:
@@ -118,7 +94,7 @@ class Spikes:
             return None
         if phase != self._phase:
             self._phase = phase
-            self._normal, self._residuals, self._streak = [], [], _Streak()
+            self._normal, self._residuals, self._ahead, self._steps = [], [], 0, 0
         pair = [float(loss), float(norm)]
         finite = all(map(math.isfinite, pair))
         if len(self._residuals) < SETTLE - LEVEL:
@@ -129,12 +105,15 @@ class Spikes:
         limits = self._limits(levels)
         if finite and (np.array(pair) <= limits).all():
             self._add_normal(pair)
-            self._streak = self._streak.add_normal()
+            self._ahead = max(self._ahead - 1, 0)
+            self._steps = self._ahead and self._steps + 1
             return None
-        self._streak = self._streak.add_high(pair)
-        if self._streak.ahead < self._settings.spike_steps:
+        self._ahead, self._steps = self._ahead + 1, self._steps + 1
+        if self._ahead < self._settings.spike_steps:
             return None
-        return self._spike(step, levels, limits)
+        which = int(pair[0] <= limits[0])  # the loss, unless only the norm is too high
+        began, high = step - self._steps + 1, (self._steps + self._ahead) // 2
+        return Spike(began, step, FIGURES[which], pair[which], float(levels[which]), high)
 
     def _add_normal(self, pair: list[float]) -> None:
         if len(self._normal) == LEVEL:
@@ -149,16 +128,5 @@ class Spikes:
         """The loss and the norm above which a step is high."""
         residuals = np.array(self._residuals)
         distance = np.median(abs(residuals - np.median(residuals, 0)), 0)
-        deviation = np.maximum(ROBUST * distance, np.array([*LEAST.values()]) * abs(levels))
+        deviation = np.maximum(ROBUST * distance, LEAST * abs(levels))
         return levels + self._settings.spike_deviations * deviation
-
-    def _spike(self, step: int, levels: np.ndarray, limits: np.ndarray) -> Spike:
-        worst = (-math.inf, "", 0.0, 0.0)
-        tops = (self._streak.top_loss, self._streak.top_norm)
-        by_figure = zip(LEAST, tops, levels.tolist(), limits.tolist(), strict=True)
-        for name, top, level, limit in by_figure:
-            value = math.inf if top is None else top
-            over = (value - level) / (limit - level) if limit > level else math.inf
-            worst = max(worst, (over, name, value, level))
-        began = step - self._streak.steps + 1
-        return Spike(began, step, *worst[1:], self._streak.high)
