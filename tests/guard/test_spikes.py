@@ -193,18 +193,6 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     assert decisions.skipped_batches(made) == [[100, 29]]
     assert decisions.merge(made, [], tmp_path) == decisions.merge([], made, tmp_path) == made
     check_refused("different decisions", decisions.merge, made, [first | {"step": 3}], tmp_path)
-    (tmp_path / "aegis" / "decisions.json").write_text("[{}]")
-    check_storage_error("cannot be read", decisions.read, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"kind": None}, {"kind": "else"}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0}],
-)
-def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wrong):
-    whole = {"kind": "corrupt", "step": 3, "batches": 0, "at": 7, "seen": "cpu:0 computes wrongly"}
-    whole |= {"hosts": ["a"], "processes": [0], "devices": [0]}
-    decisions.write(tmp_path, [whole])
-    decisions.write_events(tmp_path, decisions.read(tmp_path))
-    decisions.write(tmp_path, [whole, whole | wrong])
-    check_storage_error(r"cannot be read .*restore it", decisions.read, tmp_path)
+    for wrong in ({}, first | {"step": -1}, first | {"step": 999}, "text"):
+        decisions.write(tmp_path, [first, wrong])
+        check_storage_error("cannot be read .*restore it", decisions.read, tmp_path)

@@ -33,28 +33,18 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
     path = Path(workdir) / events.FOLDER / FILE
     try:
         decided = files.read_json(path)
-        if not isinstance(decided, list) or not all(map(_is_valid, decided)):
-            raise ValueError("no list of decisions")
+        for decision in decided:
+            if not 0 <= decision["step"] <= decision["at"] or decision["batches"] < 0:
+                raise ValueError(f"impossible numbers: {decision}")
         return decided
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise StorageError(
             f"{path} cannot be read ({error}); it says which checkpoints are given up: restore it,"
             " each checkpoint has the decisions made before it, in meta/data.json under"
             ' "decisions"'
         ) from None
-
-
-def _is_valid(decision: Any) -> bool:
-    """Whether a decision has the fields that a later start needs."""
-    if not isinstance(decision, dict) or decision.get("kind") not in ("spike", "corrupt"):
-        return False
-    numbers: list[Any] = [decision.get(name) for name in ("step", "batches", "at")]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        return False
-    step, _, at = numbers
-    return step <= at
 
 
 def write(workdir: str | os.PathLike, decided: Sequence[Decision]) -> None:
