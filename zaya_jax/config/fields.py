@@ -39,13 +39,6 @@ def naming(what: str) -> Iterator[None]:
 
 # Of strings; a path may be an address, a source is "path=weight".
 TEXT_KINDS = ("name", "path", "text", "source")
-# keys of older versions' records, which are not read
-WITHDRAWN = (
-    "config.checkpoint.keep_tokens",
-    "config.checkpoint.local",
-    "config.data.workers",
-    "config.run.init_grow",
-)
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 MODEL_FORMS = (
@@ -114,7 +107,6 @@ def build(cls: type, given: Any, prefix: str = "config.") -> Any:
         raise UserError(
             f"{prefix.rstrip('.')} is {shown(given)}; it is a group of keys, see docs/config.md"
         )
-    given = {key: value for key, value in given.items() if f"{prefix}{key}" not in WITHDRAWN}
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
@@ -204,9 +196,6 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
         check_fields(value, f"{path}.")
         return
     given = f"{path}={shown(value)}"
-    only = only_value(field)
-    if only is not None and value != only:
-        raise UserError(f"{given} is not supported; it must be {only!r}")
     if "range" in field.metadata:
         least, greatest = field.metadata["range"]
         if not least <= value <= greatest:  # NaN is not
@@ -217,7 +206,7 @@ def _check(field: dataclasses.Field, value: Any, path: str) -> None:
     elif "choices" in field.metadata:
         choices = field.metadata["choices"]
         if value not in choices:
-            words = ", ".join(filter(None, choices))  # "" leaves a phase's key open
+            words = ", ".join(map(str, filter(None, choices)))  # "" leaves a phase's key open
             raise UserError(f"{given} is not one of {words}{nearest(value, choices)}")
     elif field.metadata.get("kind", "text") != "text" and (value or field.default != ""):
         kind = field.metadata["kind"]
@@ -244,12 +233,6 @@ def path_problem(value: str, addresses: bool = False) -> str:
     return ""
 
 
-def only_value(field: dataclasses.Field) -> Any:
-    """The value of a key declared with a single choice; None for other keys."""
-    allowed = set(field.metadata.get("range") or field.metadata.get("choices") or ())
-    return allowed.pop() if len(allowed) == 1 else None
-
-
 def limits(field: dataclasses.Field) -> list[str]:
     """The least and the greatest value of a key that is a number."""
     return [str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"]]
@@ -258,7 +241,7 @@ def limits(field: dataclasses.Field) -> list[str]:
 def nearest(value: Any, choices: Iterable[str]) -> str:
     """A question that ends a message: of the choices similar to the value the one with most of its
     words, if possible from its beginning on, and fewest others; if there is one."""
-    similar = difflib.get_close_matches(str(value), list(choices), n=8, cutoff=0.5)
+    similar = difflib.get_close_matches(str(value), map(str, choices), n=8, cutoff=0.5)
     if not similar:
         return ""
     words = set(re.split(r"[._]", str(value)))

@@ -5,7 +5,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
-from zaya_jax.config.fields import item_type, limits, only_value
+from zaya_jax.config.fields import item_type, limits
 from zaya_jax.config.keys import Config, Phase
 
 WIDTH = 110
@@ -56,14 +56,11 @@ def _rows(cls: type, prefix: str) -> list[Row]:
 
 
 def _allowed(field: dataclasses.Field) -> str:
-    only = only_value(field)
-    if only is not None:
-        return f"only {only!r}"
     if "range" in field.metadata:
         return " to ".join(limits(field))
-    if item_type(field.type) is bool:
-        return "False, True"
-    return ", ".join(word or '""' for word in field.metadata.get("choices", ()))
+    if "choices" in field.metadata:
+        return ", ".join(str(word) or '""' for word in field.metadata["choices"])
+    return "False, True" if item_type(field.type) is bool else ""
 
 
 def _about(cls: type) -> str:
