@@ -166,7 +166,7 @@ def parsed(file, *changes):
             "RuntimeError in line 2: boom)",
         ),
         ("def get_config():\n    return {'name': 'x'}\n", "returns dict, not a ConfigDict"),
-        ("def get_config(:\n", "SyntaxError in line 1"),
+        ("def get_config(:\n", "config.py, line 1)"),
         (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),
         (START + "    c.optim.lr = -1.0\n    return c\n", "config.optim.lr=-1.0 is out of range"),
         (None, "is not a file"),

@@ -165,14 +165,10 @@ def read_config_dict(given: str) -> config_dict.ConfigDict:
 
 def _reason(error: BaseException, path: Path) -> str:
     """The error of a config file in a few words, with its line."""
-    if isinstance(error, KeyError) and error.args == ("get_config",):
-        return "it has no get_config()"
     line = None
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename == str(path):
             line = frame.lineno
-    if isinstance(error, SyntaxError):
-        line = error.lineno
     where = f" in line {line}" if line else ""
     if unknown := re.match(r"'?Key \"(\w+)\" does not exist", str(error)):
         names = [key.rpartition(".")[2] for key in all_keys()]
