@@ -49,23 +49,15 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, source: Ar
         turns = [{"role": "user", "content": text}]
         prompt = generation.parse_prompt(turns if chats else text, tokenizer, str(workdir))
         room = model.max_position_embeddings - len(prompt.ids[0])
-        if room < config.log.sample_tokens:
-            say(
-                f"the sample has {max(room, 0)} tokens, as many as the model's"
-                " max_position_embeddings leaves"
-            )
-        (continued,) = prompt.texts  # with which the result begins
-        if room > 0:
-            decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
-            rows = decode.Continuation(
-                decoder,
-                prompt.ids,
-                min(config.log.sample_tokens, room),
-                sampling=Sampling(config.log.sample_temperature),
-                seeds=config.run.seed,
-                ends=prompt.ends,
-            )
-            (continued,) = generation.results(rows, prompt, prompt.ids, tokenizer)
+        rows = decode.Continuation(
+            decode.Decoder(model, params, bias, config.precision, kernels=config.kernels),
+            prompt.ids,
+            min(config.log.sample_tokens, max(room, 0)),
+            sampling=Sampling(config.log.sample_temperature),
+            seeds=config.run.seed,
+            ends=prompt.ends,
+        )
+        (continued,) = generation.results(rows, prompt, prompt.ids, tokenizer)
     if chats:
         continued = f"{text}\n{continued}"
     path.write_text(continued, encoding="utf-8")
