@@ -3,7 +3,8 @@
 import argparse
 import json
 import math
-import os
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,6 @@ from zaya_jax.progress import Progress
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.text import text_files
-
-ALL = "all"  # the row of all --data
 
 # of lm-eval
 CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")
@@ -60,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("include_path", "num_fewshot", "bos", "seed", *CHAT_OPTIONS):
         if not tasks and getattr(args, name) is not None:
             raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
-    check_names(args.data or [])
     folder, _ = any_model.resolve(args.model)
     if not args.data and not tasks and not any_model.is_run(folder):
         raise UserError(
@@ -73,7 +70,6 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     """Scores, then writes the files."""
     host.keep_compiled()
     began = time.perf_counter()
-    shared = shared_file(args.data or [])  # before anything is loaded
     model = library.load(args.model, mesh=args.mesh, dtype=args.dtype, **cli.own_parts(args))
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
@@ -85,10 +81,6 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         name: loss_on(model, name, documents, context, args.tokens)
         for name, documents in sources(model, args, tasks, skipped)
     }
-    if shared:
-        notes.append(f"No row of all: {shared}.")
-    elif len(data) > 1:
-        data = {ALL: texts.together(data.values()), **data}
     not_finite = [name for name, loss in data.items() if not math.isfinite(loss.loss)]
     if not_finite:
         notes.append(f"No finite loss, null in evaluation.json: {', '.join(not_finite)}.")
@@ -103,6 +95,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         )
     task_results = {}
     if tasks:
+        chat_options = {name: getattr(args, name) for name in CHAT_OPTIONS}
         task_results = harness.run(
             model,
             tasks,
@@ -112,7 +105,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
             add_bos_token=args.bos,
             tokens=args.tokens,
             seed=args.seed or 0,
-            **chat_options(args),
+            **{name: value for name, value in chat_options.items() if value is not None},
         )
     result = {
         "model": model.source,
@@ -134,31 +127,21 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     return cli.DONE
 
 
-def chat_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of lm-eval about chats that were given."""
-    options = {name: getattr(args, name) for name in CHAT_OPTIONS}
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def option_notes(
     args: argparse.Namespace, model: library.LanguageModel, tasks: list[str]
 ) -> list[str]:
     """What the options have decided, for the report."""
     assert model.tokenizer is not None
+    notes = [f"Options: {shlex.join(sys.argv[1:])}"]
     longest = model.config.model.max_position_embeddings
-    notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
     if args.context and args.context > longest:
         notes.append(
             f"--context={args.context} is above the model's {longest} tokens: {longest} are used."
         )
-    if args.limit:
-        notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
-    if args.num_fewshot is not None:
-        notes.append(f"--num_fewshot={args.num_fewshot}")
     begins_with_bos = model.tokenizer.adds_bos if args.bos is None else args.bos
     if tasks and begins_with_bos:
         notes.append("Tasks' texts begin with the begin of document.")
-    return notes + [f"--{name}={value}" for name, value in chat_options(args).items()]
+    return notes
 
 
 def save(out: Path, page: Page, result: dict[str, Any], task_results: dict[str, Any]) -> str:
@@ -177,29 +160,6 @@ def save(out: Path, page: Page, result: dict[str, Any], task_results: dict[str, 
     for name, content in files.items():
         write(out / name, content)
     return f"{out}/{', '.join(files)}"
-
-
-def check_names(paths: list[str]) -> None:
-    """UserError if a --data is given twice, or has the name of the common row."""
-    seen: dict[str, str] = {}
-    for path in paths:
-        real = os.path.realpath(path) if os.path.exists(path) else path
-        if real in seen:
-            raise UserError(f"--data={path} is the same as --data={seen[real]}; name it once")
-        seen[real] = path
-    if ALL in paths and len(paths) > 1:
-        raise UserError(f"--data={ALL} has the name of the common row; write --data=./{ALL}")
-
-
-def shared_file(paths: list[str]) -> str:
-    """Names a file that is in two --data, which the common row would count twice; otherwise ""."""
-    first_path: dict[object, str] = {}
-    for path in paths:
-        for file in texts.files_of(path):
-            other = first_path.setdefault(text_files.identity(file), path)
-            if other != path:
-                return f"{file} is in {other} and in {path}"
-    return ""
 
 
 def sources(

@@ -58,23 +58,22 @@ def data(tmp_path):
     return tmp_path / "in"
 
 
-def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
+def test_a_row_for_each_data(score, data, tmp_path):
+    (data / "b|.txt").hardlink_to(data / "b.txt")
     out, found = score(
-        f"--data={data}/a.txt", f"--data={data}/[bc].txt", "--limit=1", "--context=99"
+        f"--data={data}/[ac].txt", f"--data={data}/b|.txt", "--limit=1", "--context=99"
     )
-    assert list(found) == ["all", f"{data}/a.txt", f"{data}/[bc].txt"]
-    rows = list(found.values())
-    assert [row["documents"] for row in rows] == [2, 1, 1] and rows[0]["tokens"] == 2 * rows[1][
-        "tokens"
-    ]
+    assert list(found) == [f"{data}/[ac].txt", f"{data}/b|.txt"]
+    row, other = found.values()
+    assert row["documents"] == other["documents"] == 1 and row["tokens"] == other["tokens"]
     names = ["evaluation.html", "evaluation.json", "evaluation.md"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     table, page = (
         (tmp_path / "out" / name).read_text() for name in ("evaluation.md", "evaluation.html")
     )
-    assert table in out and f"| {rows[1]['loss']:.4f} |" in table
+    assert table in out and f"| {row['loss']:.4f} |" in table and "b\\|.txt " in table
     assert "is above the model's 64 tokens: 64 are used" in out and "--limit=1" in out
-    assert "<svg" in page and f"{rows[1]['loss']:.4f}" in page
+    assert "<svg" in page and f"{row['loss']:.4f}" in page
     assert "http://" not in page.replace("http://www.w3", "")
 
 
@@ -85,14 +84,9 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--model={golden}"], "has no held-out text; give --data or --tasks"),
         (["--model={data}", "--data={data}"], "has no checkpoint; train first, or give a run"),
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
-        (
-            ["--data={data}/a.txt", "--data={data}/../in/a.txt"],
-            r"is the same as --data=.*name it once",
-        ),
         (["--mesh=rows=2", "--data={data}"], "rows"),
         (["--context=0", "--data={data}"], "must be at least 1"),
         (["--data={data}/empty.txt"], r"empty\.txt has no token to predict"),
-        (["--data=all", "--data={data}"], "has the name of the common row; write --data=./all"),
         (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
         (["--seed=3", "--data={data}"], "--seed applies to tasks; give --tasks or omit it"),
         (["--text_field=body"], "--text_field applies to files of --data"),
@@ -107,16 +101,6 @@ def test_wrong_options_are_one_line_and_nothing_is_written(
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
     assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(message, err), err
     assert not (tmp_path / "out").exists()
-
-
-def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
-    """A hard link's text too."""
-    monkeypatch.chdir(data)
-    (data / "a|b.txt").hardlink_to(data / "a.txt")
-    out, found = score("--data=a.txt", "--data=[a]|b.txt", "--data=b.txt")
-    assert list(found) == ["a.txt", "[a]|b.txt", "b.txt"]
-    assert "No row of all: a|b.txt is in a.txt and in [a]|b.txt." in out
-    assert r"| [a]\|b.txt |         1 |" in out
 
 
 def test_samples_are_of_the_evaluation_beside_them(call, folder, data, tmp_path):

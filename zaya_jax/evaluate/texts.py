@@ -108,11 +108,6 @@ def documents(
     return itertools.islice(_of_files(path, tokenizer, text_field, skipped), limit)
 
 
-def files_of(path: str) -> list[str]:
-    """The files of a path or glob, or prepared data's own folder."""
-    return [path] if prepared_store.is_prepared(path) else inputs.find_inputs([path], os.devnull)
-
-
 def held_out(
     config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None
 ) -> Iterator[ScoredDocument]:
@@ -132,7 +127,7 @@ def _of_files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[ScoredDocument]:
     template = chat_template.Template(tokenizer)
-    for file in files_of(path):
+    for file in inputs.find_inputs([path], os.devnull):
         for sample in inputs.samples(inputs.whole_file(file, file), inputs.TextOrChat(text_field)):
             if isinstance(sample, inputs.NotText):
                 skipped(str(sample))
@@ -228,12 +223,3 @@ def _rows(
             mask = document.predicted[first:end]
             if mask.any():
                 yield TokenRow(document.tokens[begin:end], first - begin), first, mask
-
-
-def together(losses: Iterable[Loss]) -> Loss:
-    """The loss over several sets of documents."""
-    total = Loss()
-    for loss in losses:
-        for name, value in vars(loss).items():
-            setattr(total, name, getattr(total, name) + value)
-    return total
