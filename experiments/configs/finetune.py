@@ -20,16 +20,14 @@ says when it was too many.
 
 import dataclasses
 import re
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
-from zaya_jax.config import files
 from zaya_jax.pytorch import any_model
 
 CONTEXT = 4096  # at most, where nothing else is said
-# Times the peak rate of the phase that the weights come from; fine-tuned ones keep theirs.
+# Times the peak rate of the phase that the weights come from; those of a run on chats keep theirs.
 SMALLER = 0.1
 IMPORTED_LR = 2e-5  # where that is not known
 PREFERRING = 0.1  # times the rate for chats, of pairs
@@ -77,7 +75,7 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.packing = "best_fit"
     c.data.tokenizer = base.tokenizer_folder
     # A second set of chats is not learnt at a tenth of a tenth.
-    smaller = 1 if step and _tuned(before, base.folder) else SMALLER
+    smaller = 1 if step and before.data.chats else SMALLER
     context, lr = before.model.max_position_embeddings, IMPORTED_LR
     if step:
         phase = schedule.phase_at(before, step)
@@ -133,21 +131,3 @@ def _find(weights: str) -> any_model.AnyModel:
             f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {place}"
         )
     return base
-
-
-def _tuned(before: config.Config, folder: Path) -> bool:
-    """Whether a run's rates are those of fine-tuning: of its own weights, or of runs it is a fork
-    of."""
-    if not before.data.chats or before.run.init_from:
-        return before.data.chats
-    path = folder / "lineage.json"
-    try:
-        changed = []
-        if path.is_file():
-            changed = [parent["changed"] for parent in files.read_json(path)["forked"]]
-        return bool(changed) and not any("data.chats" in keys for keys in changed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise config.UserError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); bring it back, or remove it"
-            " and give --config.optim.lr, which it would have decided"
-        ) from None

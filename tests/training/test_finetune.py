@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from refusals import check_refused, refusal
+from refusals import refusal
 from tiny_runs import start as train
 
 from experiments.configs import finetune, tiny
@@ -278,12 +278,6 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
     again = finetune.get_config(str(tmp_path / "fork"))
     assert (again.optim.lr, again.balance.lr) == pytest.approx(
         (TUNED["optim.lr"], TUNED["balance.lr"])
-    )
-    (tmp_path / "fork" / "lineage.json").write_text("{}")
-    check_refused(
-        r"lineage.json cannot be read .*--config.optim.lr",
-        finetune.get_config,
-        str(tmp_path / "fork"),
     )
 
 
