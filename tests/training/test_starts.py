@@ -453,11 +453,6 @@ NO_FORK = {
     "config.run.fork=RUN@3: RUN has no checkpoint of step 3; it has 2, 4, 6": {
         "run__fork": "RUN@3"
     },
-    "fork_step=4 and fork_tokens=3, but RUN@4 has 512 tokens at step 4": {
-        "run__fork": "RUN@4",
-        "run__fork_step": 4,
-        "run__fork_tokens": 3,
-    },
     "config.schedule.decay_steps=4, but 3 steps come after": {
         "run__num_steps": 9,
         "schedule__decay_steps": 4,

@@ -60,12 +60,6 @@ def fill_in(config: Config, parent: list | None) -> Config:
     if parent is None:
         return config
     name, step, tokens = parent
-    recorded = (config.run.fork_step, config.run.fork_tokens)
-    if recorded not in ((0, 0), (step, tokens)):
-        raise UserError(
-            f"config.run.fork_step={recorded[0]} and fork_tokens={recorded[1]}, but {name} has"
-            f" {tokens} tokens at step {step}; leave them out"
-        )
     if config.run.num_steps <= step:
         raise UserError(
             f"config.run.num_steps={config.run.num_steps}, but run.fork={name} has reached step"
