@@ -102,7 +102,7 @@ def test_a_fork_names_its_parent_and_what_changed(tmp_path):
     path = write_run(tmp_path / "run", 5)
     parent = {"folder": "/runs/<a>", "run": "1", "step": 20, "tokens": 5000}
     parent["changed"] = {"optim.lr": [0.1, 0.2]}
-    (path / "lineage.json").write_text(json.dumps({"forked": [parent]}))
+    (path / "environment.json").write_text(json.dumps({"forked": [parent]}))
     source, text = drawn(path)
     assert "Forked from /runs/<a> (run 1) at step 20, 5,000 tokens." in text
     assert '<th scope="row">optim.lr</th><td>0.1</td><td>0.2</td>' in source

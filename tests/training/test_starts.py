@@ -223,18 +223,20 @@ def test_a_config_is_restored_and_a_shorter_run_is_lengthened(begin):
     check_error(GoesOn, "", begin, {})
 
 
+def lineage_in(workdir):
+    return json.loads((workdir / "environment.json").read_text())["forked"]
+
+
 def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
     """A first start that failed later than its checks has written a config; the advice to change it
     can be taken."""
     check_error(GoesOn, "", begin, {"run.fork": str(tmp_path / "run")}, new=True)
-    assert (tmp_path / "new" / "config.json").exists() and (
-        tmp_path / "new" / "lineage.json"
-    ).exists()
+    assert lineage_in(tmp_path / "new")
     check_error(
         GoesOn, "", begin, {"run.init_from": str(tmp_path / "run"), "data.seq_len": 64}, new=True
     )
     assert json.loads((tmp_path / "new" / "config.json").read_text())["data"]["seq_len"] == 64
-    assert not (tmp_path / "new" / "lineage.json").exists()
+    assert lineage_in(tmp_path / "new") == []
 
 
 def test_phases_that_have_not_begun_may_change(tmp_path):
@@ -568,7 +570,7 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(
         6 * 128 + 256,
         6 * 128 + 512,
     ]
-    forked = json.loads((tmp_path / "second" / "lineage.json").read_text())["forked"]
+    forked = lineage_in(tmp_path / "second")
     assert [(Path(one["folder"]).name, one["step"]) for one in forked] == [
         ("killed", 6),
         ("run", 2),

@@ -212,7 +212,7 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     run = Workdir(path)
     run.config = _json_object(path / "config.json", run.omissions)
     run.environment = _json_object(path / "environment.json", run.omissions)
-    run.lineage = _json_object(path / "lineage.json", run.omissions).get("forked", [])
+    run.lineage = run.environment.pop("forked", [])
     if (path / "sample.txt").is_file():
         run.sample = (path / "sample.txt").read_text("utf-8", errors="replace")
     metrics_file = path / "metrics.jsonl"

@@ -2,10 +2,10 @@
 config.
 
 It reads the workdir: metrics.jsonl, config.json, sample.txt, environment.json (any facts, `device`
-among them), a fork's lineage.json and a supervised run's aegis/events*.jsonl. Only `loss`, the step
-times, the time waiting for data, the expert load and the held-out losses are known by name. Any
-other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one
-picture per prefix, and lists of one number per layer become heat maps.
+among them, and `forked`, a fork's ancestors) and a supervised run's aegis/events*.jsonl. Only
+`loss`, the step times, the time waiting for data, the expert load and the held-out losses are known
+by name. Any other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics
+share one picture per prefix, and lists of one number per layer become heat maps.
 """
 
 import json

@@ -4,9 +4,8 @@ when a run resumes.
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
-logs/              one file per process, see `logs`  environment.json   devices, versions
+logs/              one file per process, see `logs`  environment.json   devices, versions, a fork's ancestors
 sample.txt         the model's text at the end
-lineage.json       a fork's: the runs that it comes from, see `fork`
 tracker.id         the run's id with trackers, see `trackers`
 .lock              the process that writes here now, see `checkpoint.run.claims`
 imported.json      where the weights came from PyTorch: their config's further keys, their dtypes
@@ -34,8 +33,6 @@ from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
 from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training import logs, notes
-
-LINEAGE = "lineage.json"
 
 # When a run resumes, keys may differ from the recorded config if they are in one of these three
 # lists, or in phases that have not begun. These do not affect what a step computes:
@@ -180,11 +177,7 @@ def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: l
         return
     write_json(workdir / "config.json", config_lib.to_dict(config))
     tokenizer.save(workdir / "tokenizer")
-    write_json(workdir / "environment.json", notes.environment())
-    if lineage:
-        write_json(workdir / LINEAGE, {"forked": lineage})
-    else:  # a fork may have been killed here before it saved anything
-        (workdir / LINEAGE).unlink(missing_ok=True)
+    write_json(workdir / "environment.json", notes.environment() | {"forked": lineage})
 
 
 def read_config(workdir: str | os.PathLike) -> Config:
