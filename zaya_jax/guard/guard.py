@@ -77,12 +77,6 @@ class Guard:
         """Marks a checkpoint as unsafe to go back to while a possible spike is under way."""
         return {"suspicious": 1.0} if self._spikes.suspicious else {}
 
-    def figures(self, step: int) -> dict[str, int]:
-        """How many batches were skipped just before a step, if any were."""
-        skipped = decisions.skipped_batches(self._decided)
-        count = sum(batches for last, batches in skipped if last + 1 == step)
-        return {"data/left_out": count} if count else {}
-
     def go_back(self, saved: Sequence[int], steps_before: int) -> Decision | None:
         """Decides to which of these checkpoints the run goes back, or to its start.
 

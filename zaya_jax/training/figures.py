@@ -103,7 +103,7 @@ class Figures:
         self.unsound = 0 if retention.is_sound(figures) else self.unsound + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
-        figures = figures | self._store.figures() | self._guard.figures(now.number)
+        figures = figures | self._store.figures()
         self._guard.record_step(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
         # The first step includes compilation. Later ones that do are too rare to move the median.
