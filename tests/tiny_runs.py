@@ -2,6 +2,7 @@
 is compiled once."""
 
 import json
+import shutil
 import signal
 
 import jax
@@ -12,7 +13,7 @@ from multiprocess_runs import write_corpus
 from experiments.configs import tiny
 from zaya_jax import config
 from zaya_jax import run as run_lib
-from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint import folders, partial
 
 __all__ = ["write_corpus"]
 ALL_DEVICES = jax.devices()
@@ -76,6 +77,20 @@ def start(given, workdir, devices=1, faults=None, observers=()):
 def lines(workdir):
     """The figures of all steps."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_last(workdir, copy):
+    """A copy of a run as a kill before its last save leaves it."""
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "checkpoints" / str(max(folders.numbered(copy / "checkpoints"))))
+    return copy
+
+
+def same_run(a, b, *figures):
+    """The same steps, losses and last state, bit for bit."""
+    same_state(a, b)
+    for name in ("step", "loss", *figures):
+        assert [line.get(name) for line in lines(a)] == [line.get(name) for line in lines(b)], name
 
 
 def same_state(a, b):

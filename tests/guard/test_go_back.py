@@ -3,7 +3,7 @@ same bits however it is killed on the way.
 """
 
 import pytest
-from tiny_runs import lines, same_state
+from tiny_runs import lines, same_run
 
 from zaya_jax import cli
 from zaya_jax.checkpoint import folders
@@ -19,9 +19,8 @@ class Killed(Exception):
 
 def same_end(a, b):
     """The same state, figures and decisions."""
-    same_state(a, b)
-    figures = [[(line["step"], line["loss"]) for line in lines(w)] for w in (a, b)]
-    assert figures[0] == figures[1] and decisions.read(a) == decisions.read(b)
+    same_run(a, b)
+    assert decisions.read(a) == decisions.read(b)
 
 
 # some batches are noise

@@ -3,17 +3,15 @@ one line."""
 
 import json
 import re
-import shutil
 
-import jax
 import numpy as np
 import pytest
+import tiny_runs
 from refusals import refusal
 from tiny_runs import start as train
 
 from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import partial
 from zaya_jax.data import stores, windows
 from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.text import chat, chat_template, prepare, tokenizers
@@ -131,19 +129,11 @@ def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, fo
         prepare.prepare(options, str(tmp_path / "chats"), 1, lambda *_: None)
         path, whole = str(tmp_path / "chats"), tmp_path / "whole"
         assert train(settings(folder / "base", path), whole) == cli.DONE
-    cut = tmp_path / "cut"
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / "16")
+    cut = tiny_runs.without_last(whole, tmp_path / "cut")
     assert train(settings(folder / "base", path), cut) == cli.DONE
-    states, losses = [], []
-    for run in (whole, cut):
-        states.append(
-            [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(partial.read(run, "*"))]
-        )
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([(line["step"], line.get("loss"), line.get("eval/loss")) for line in lines])
-    assert states[0] == states[1] and losses[0] == losses[1]
-    assert [step for step, *_ in losses[0]] == [*range(17)] and losses[0][-1][2] < 4
+    tiny_runs.same_run(whole, cut, "eval/loss")
+    found = tiny_runs.lines(cut)
+    assert [line["step"] for line in found] == [*range(17)] and found[-1]["eval/loss"] < 4
 
 
 def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
