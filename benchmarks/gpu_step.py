@@ -85,7 +85,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         taken = timing.time_call(step, args.seconds, queue=False)
         chip = chips.named(jax.devices()[0].device_kind) or "h100"  # the plan beside a CPU's time
         case = StepCase(here, setup.spread, chip, *sizes)
-        return {"tiles": tiles and tiles["summary"], **figures(case, mesh, program, taken)}
+        return {"tiles": tiles.summary, **figures(case, mesh, program, taken)}
     jax.block_until_ready(step())
     with jax.profiler.trace(str(args.profile)):
         jax.block_until_ready([step() for _ in range(TRACED)])

@@ -100,7 +100,7 @@ class OpenedRun:
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
-    tiles: kernels.Tiles | None
+    tiles: kernels.Tiles
     workdir: Path
     cleanup: CleanupIfRefused
     store: Store
@@ -162,9 +162,9 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
         # fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-    planned.notes.extend(
-        [*kernels.notes(meta, tiles, reached), notes.other_devices(meta, recipe, reached)]
-    )
+    devices = planned.phase.mesh.size
+    planned.notes.append(tiles.summary)
+    planned.notes.append(notes.other_rounding(meta, devices, tiles.kernels, reached))
     decided = decisions.merge(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.skip_batches(decisions.skipped_batches(decided))
@@ -428,7 +428,7 @@ class Loop:
             "own_parts": own_parts.sources(self.config.model),
             **self.base_fields,
             **self.guard.checkpoint_fields(),
-            **kernels.checkpoint_fields(self.opened.tiles),
+            "kernels": self.opened.tiles.kernels,
         }
         # Before the first step the devices do not show yet what memory a step needs.
         before_a_step = number == self.planned.reached

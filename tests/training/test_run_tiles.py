@@ -7,7 +7,7 @@ import pytest
 import tiny_runs
 
 from pallas_kernels import chip, table
-from zaya_jax.training import kernels
+from zaya_jax.training import kernels, notes
 
 MI300X = types.SimpleNamespace(platform="rocm", device_kind="gfx942")
 B200 = types.SimpleNamespace(platform="cuda", device_kind="NVIDIA B200")
@@ -31,43 +31,38 @@ def own(monkeypatch, tmp_path):
 
 def test_a_start_says_how_many_tiles_were_measured_and_checkpoints_have_them(own):
     config = tiny_runs.settings()
-    assert (
-        kernels.choose_tiles(config, types.SimpleNamespace(platform="cpu", device_kind="cpu"))
-        is None
-    )
+    cpu = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+    assert kernels.choose_tiles(config, cpu) == ({}, "")
     found = kernels.choose_tiles(config, MI300X)
-    assert found["summary"] == "tiles: 21 modelled" and len(found["kernels"]) == 21
+    assert found.summary == "tiles: 21 modelled" and len(found.kernels) == 21
     own("gfx942", ["attention", "cca_mix"], {"attention_forward": TILE, "attention_keys 64": TILE})
     measured = kernels.choose_tiles(config, MI300X)
-    assert measured["summary"] == "tiles: 2 measured on a card, 5 modelled"
-    assert measured["kernels"]["attention_forward"] == measured["kernels"]["attention_keys"] == TILE
+    assert measured.summary == "tiles: 2 measured on a card, 5 modelled"
+    assert measured.kernels["attention_forward"] == measured.kernels["attention_keys"] == TILE
     assert chip.chip_of(MI300X).taking(("auto",)).kernels == ("attention", "cca_mix")
-    note = "note: our kernels, or their tiles, are not those that the run had until step 3:"
-    before = kernels.checkpoint_fields(found)
-    assert kernels.notes(before, found, 3) == [found["summary"]]
-    assert kernels.notes(before, measured, 3)[1].startswith(note)
-    assert kernels.notes(before, measured, 0) == [measured["summary"]]
-    assert kernels.notes({}, None, 3) == [] and len(kernels.notes(before, None, 3)) == 1
+    before = {"kernels": found.kernels, "devices": 2, "processes": 1}
+    assert notes.other_rounding(before, 2, found.kernels, 3) == ""
+    assert notes.other_rounding({}, 2, found.kernels, 0) == ""  # a fresh run
+    note = notes.other_rounding(before, 4, measured.kernels, 3)
+    assert note.startswith("note: another number of devices and another choice of our kernels or")
 
 
 def test_an_unknown_card_has_xlas_kernels_until_tune_found_its_tiles(own):
     config = tiny_runs.settings()
     found = kernels.choose_tiles(config, B200)
-    assert found["kernels"] == {} and found["summary"] == (
+    assert found.kernels == {} and found.summary == (
         "kernels: XLA's on NVIDIA B200, for which no tiles were chosen; python -m"
         " pallas_kernels.tune finds the tiles of this card"
     )
     assert chip.chip_of(B200).taking(("auto",)).kernels == ()
     own("NVIDIA B200", ["attention"], {"attention_forward": TILE})
-    assert (
-        kernels.choose_tiles(config, B200)["summary"] == "tiles: 1 measured on a card, 2 modelled"
-    )
+    assert kernels.choose_tiles(config, B200).summary == "tiles: 1 measured on a card, 2 modelled"
 
 
 @pytest.mark.parametrize("changed", ["driver", "jax", "code"])
 def test_measured_tiles_are_left_where_what_they_depend_on_changed(own, changed):
     own("gfx942", [], {"attention_forward": TILE}, **{changed: "another"})
-    said = kernels.choose_tiles(tiny_runs.settings(), MI300X)["summary"]
+    said = kernels.choose_tiles(tiny_runs.settings(), MI300X).summary
     assert (
         said.startswith("tiles: 21 modelled; ") and f"is for another {changed}; python -m" in said
     )
@@ -79,7 +74,7 @@ def test_measured_tiles_are_left_where_what_they_depend_on_changed(own, changed)
 def test_a_damaged_file_is_said_and_another_cards_rows_stay(own, text):
     table.measured_file().parent.mkdir(parents=True)
     table.measured_file().write_text(text)
-    said = kernels.choose_tiles(tiny_runs.settings(), MI300X)["summary"]
+    said = kernels.choose_tiles(tiny_runs.settings(), MI300X).summary
     assert said.startswith("tiles: 21 modelled; ") and "cannot be read" in said
     own("gfx942", [], {})
     own("gfx950", [], {})

@@ -5,7 +5,7 @@ machine's card. All processes of a run take what the first one has.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,18 +16,22 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.parallel.spread import NO_SPREAD, Spread
 from zaya_jax.training import recipe
 
-Tiles = dict[str, Any]  # {"kernels": {name: tile}, "summary": a line that says so}
+
+class Tiles(NamedTuple):
+    """The tiles of this process's kernels, by name, and a line about them; of a CPU none."""
+
+    kernels: dict[str, Any]
+    summary: str
 
 
-def choose_tiles(config: Config, device: jax.Device, collective: bool = False) -> Tiles | None:
+def choose_tiles(config: Config, device: jax.Device, collective: bool = False) -> Tiles:
     """Chooses and installs the tiles that this process's programs have from now on.
 
-    Returns them for a checkpoint and the log; None on a CPU. `collective`: all processes call this,
-    for one program.
+    `collective`: all processes call this, for one program.
     """
     target = chip.chip_of(device)
     if target.maker not in ("cuda", "rocm"):
-        return None
+        return Tiles({}, "")
     read = functools.partial(table.read_measured, target.kind)
     measured, fault = multihost.broadcast_from_zero("tiles", read) if collective else read()
     chip.use(target.kind, measured)
@@ -43,24 +47,7 @@ def choose_tiles(config: Config, device: jax.Device, collective: bool = False) -
         summary.append(fault or "python -m pallas_kernels.tune finds the tiles of this card")
     elif fault:
         summary += [fault, "python -m pallas_kernels.tune measures again"]
-    tiles = {name: row["tile"] for name, row in taken.items()}
-    return {"kernels": tiles, "summary": "; ".join(summary)}
-
-
-def checkpoint_fields(tiles: Tiles | None) -> dict[str, Any]:
-    """For a checkpoint's metadata."""
-    return {"kernels": tiles["kernels"]} if tiles else {}
-
-
-def notes(saved: dict[str, Any], tiles: Tiles | None, reached: int) -> list[str]:
-    """The summary, and a note if a run resumes with other kernels or tiles than it had."""
-    lines = [tiles["summary"]] if tiles else []
-    if reached and saved.get("kernels") != checkpoint_fields(tiles).get("kernels"):
-        lines.append(
-            "note: our kernels, or their tiles, are not those that the run had until step"
-            f" {reached}: it rounds differently from now on"
-        )
-    return lines
+    return Tiles({name: row["tile"] for name, row in taken.items()}, "; ".join(summary))
 
 
 # ################################################################################################

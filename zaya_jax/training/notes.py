@@ -50,20 +50,21 @@ def describe_run(recipe: Recipe, placed: PlacedPhase, workdir: Path, reached: in
     )
 
 
-def other_devices(meta: dict, recipe: Recipe, reached: int) -> str:
-    """A note if a phase goes on with another number of devices or processes than it had at this
-    checkpoint; "" otherwise. The config may be the same: `mesh.data` = -1 takes what is there."""
-    placed = recipe.phase_of_step(reached + 1)
-    # A fork's first checkpoint is from before its plan.
-    was_in = recipe.phase_of_step(max(reached, recipe.plan.steps_before + 1))
-    if "devices" not in meta or was_in is not placed:
-        return ""
-    before, now = (meta["devices"], meta["processes"]), (placed.mesh.size, jax.process_count())
-    if before == now:
+def other_rounding(meta: dict, devices: int, kernels: dict, reached: int) -> str:
+    """A note if a run goes on with another number of devices or processes, or other tiles, than it
+    had at this checkpoint; "" otherwise. The config may be the same: `mesh.data` = -1 takes what is
+    there."""
+    facts = {
+        "number of devices": (meta.get("devices"), devices),
+        "number of processes": (meta.get("processes"), jax.process_count()),
+        "choice of our kernels or their tiles": (meta.get("kernels"), kernels),
+    }
+    changed = [name for name, (before, now) in facts.items() if before not in (None, now)]
+    if not changed:
         return ""
     return (
-        f"note: {before[0]} devices of {before[1]} processes until step {reached}, {now[0]} of"
-        f" {now[1]} now: sums have another order from here on, so the run rounds differently"
+        f"note: another {' and another '.join(changed)} than until step {reached}: sums have another"
+        " order from here on, so the run rounds differently"
     )
 
 
