@@ -10,7 +10,6 @@ import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
-from measured_figures import figures_of
 from refusals import check_refused
 
 from zaya_jax import cli, config
@@ -18,9 +17,7 @@ from zaya_jax.checkpoint.folders import steps_in
 from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import beats, multihost
-from zaya_jax.hardware import measured
-from zaya_jax.training import start
-from zaya_jax.training.workdir import open_workdir
+from zaya_jax.training import workdir
 
 SMALL = tiny_runs.SMALL | {
     "eval.every": 2,
@@ -137,26 +134,24 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
     assert "is complete" in again[0].out and again[1].out == ""
 
 
-def test_other_figures_than_the_first_process_has_are_refused(tmp_path, monkeypatch):
-    (tmp_path / "all.json").write_text(measured.to_json(figures_of()))
-    given = config.Config(hardware=config.Hardware(figures=str(tmp_path)))
-    other = {"fork": None, "figures of the machine": 1}
-    monkeypatch.setattr(multihost, "broadcast_from_zero", lambda name, function: other[name])
-    check_refused("is another file here than in process 0", start.load_recipe, given, tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("seed", "words"),
-    [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")],
+    ("run", "files", "words"),
+    [
+        ({"seed": 1}, {}, "config.run.seed=0 here, but 1 in process 0"),
+        ({}, {"hardware.figures": 1}, "content of.hardware.figures=.* here, but 1 in process 0"),
+        ({}, {"model": {"layer": "Mine 1"}}, "content of.model.layer=None here, but 'Mine 1' in"),
+        ({}, {}, "a file system that all nodes share"),
+    ],
 )
-def test_another_command_or_another_folder_than_the_first_is_refused(
-    tmp_path, monkeypatch, seed, words
+def test_another_command_file_or_folder_than_the_first_is_refused(
+    tmp_path, monkeypatch, run, files, words
 ):
-    first = config.to_dict(config.Config(run=config.Run(seed=seed)))
+    facts = workdir.shared_facts(config.Config(run=config.Run(**run)))
+    facts["content of"] |= files
     monkeypatch.setattr(
-        multihost, "broadcast_from_zero", lambda name, function: [str(tmp_path / "run"), first]
+        multihost, "broadcast_from_zero", lambda name, function: [str(tmp_path / "run"), facts]
     )
-    check_refused(words, lambda: open_workdir(tmp_path / "run", config.Config()))
+    check_refused(words, lambda: workdir.open_workdir(tmp_path / "run", config.Config()))
     assert not (tmp_path / "run").exists()
 
 

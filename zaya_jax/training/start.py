@@ -13,7 +13,6 @@ adapters, as "reference" beside whole weights.
 import dataclasses
 import math
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from zaya_jax.checkpoint.source import ArraySource, SealedSource, model_differen
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import pipeline
-from zaya_jax.hardware import sizing
 from zaya_jax.model import own_parts, zaya
 from zaya_jax.text import tokenizers
 from zaya_jax.training import fork, unused
@@ -60,19 +58,6 @@ def load_recipe(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokeni
     tokenizer."""
     parent = multihost.broadcast_from_zero("fork", lambda: fork.resolve(config, folder))
     config = fork.fill_in(config, parent)
-    figures = sizing.figures_at(config.hardware.figures, jax.devices()[0].device_kind)
-    checksum = zlib.crc32(repr(figures).encode())
-    if checksum != multihost.broadcast_from_zero("figures of the machine", lambda: checksum):
-        raise UserError(
-            f"config.hardware.figures={config.hardware.figures} is another file here than in"
-            " process 0, and the processes' programs would differ; give one that all share"
-        )
-    sources = own_parts.sources(config.model)
-    if sources != multihost.broadcast_from_zero("sources of own layers", lambda: sources):
-        raise UserError(
-            f"config.model.layer={config.model.layer!r} and router={config.model.router!r} are of"
-            " other files here than in process 0; give all processes the same"
-        )
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = tokenizers.with_model_ids(config, tokenizer)
     return recipe_lib.make_recipe(config, jax.devices()), tokenizer

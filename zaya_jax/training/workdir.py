@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from zaya_jax.checkpoint.writing import reason
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
+from zaya_jax.hardware import sizing
+from zaya_jax.model import own_parts
 from zaya_jax.text.tokenizers import Tokenizer
 from zaya_jax.training import logs, notes
 
@@ -82,17 +85,17 @@ def open_workdir(
     run that resumes are recorded later, by `record_start`. The first process opens it; the others
     must have the same config and see the same folder.
     """
-    config_dict = config_lib.to_dict(config)
-    chosen, first_dict = multihost.broadcast_from_zero(
-        "workdir", lambda: [str(_open(Path(path), config, locked)), config_dict]
+    facts = shared_facts(config)
+    chosen, first_facts = multihost.broadcast_from_zero(
+        "workdir", lambda: [str(_open(Path(path), config, locked)), facts]
     )
     workdir = Path(chosen)
-    differing = changed_keys(flat(first_dict), flat(config_dict))
+    differing = changed_keys(flat(first_facts), flat(facts))
     if differing:
         key, first, local = differing[0]
         raise UserError(
             f"config.{key}={local!r} here, but {first!r} in process 0; "
-            "start all processes with the same command"
+            "start all processes with the same command and files"
         )
     if not (workdir / "config.json").exists():
         raise UserError(
@@ -100,6 +103,17 @@ def open_workdir(
             " there; give one on a file system that all nodes share"
         )
     return workdir
+
+
+def shared_facts(config: Config) -> dict[str, Any]:
+    """What must be the same in all processes: the config, and the files on which their programs
+    depend."""
+    figures = sizing.figures_at(config.hardware.figures, jax.devices()[0].device_kind)
+    files_of = {
+        "hardware.figures": zlib.crc32(repr(figures).encode()),
+        "model": own_parts.sources(config.model),
+    }
+    return config_lib.to_dict(config) | {"content of": files_of}
 
 
 def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
