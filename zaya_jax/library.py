@@ -40,9 +40,9 @@ from zaya_jax.parallel import tree
 from zaya_jax.pytorch import any_model, exchange, hf
 from zaya_jax.pytorch.any_model import AnyModel
 from zaya_jax.text import tokenizers
-from zaya_jax.training import fork, kernels
+from zaya_jax.training import kernels
 from zaya_jax.training.observers import Observer
-from zaya_jax.training.workdir import folder_of
+from zaya_jax.training.workdir import folder_of, read_config
 
 
 class TrainingStopped(RuntimeError):
@@ -588,8 +588,8 @@ def train(
         raise TrainingStopped(code, folder)
     mesh = None
     if jax.device_count() > 1:
-        filled = fork.fill_in(settings, fork.resolve(settings, folder))  # as the run itself does
-        last_phase = schedule.phase_at(filled, filled.run.num_steps)
-        mesh = dataclasses.asdict(schedule.phase_config(filled, last_phase).mesh)
+        recorded = read_config(folder)  # with a fork's parent filled in
+        last_phase = schedule.phase_at(recorded, recorded.run.num_steps)
+        mesh = dataclasses.asdict(schedule.phase_config(recorded, last_phase).mesh)
     own: dict[str, Any] = {part: own_class(settings.model, part) for part in BASES}
     return load(folder, mesh=mesh, changed_source=settings.run.changed_source, **own)
