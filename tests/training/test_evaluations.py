@@ -92,12 +92,6 @@ def test_a_signal_while_tasks_are_scored_stops_after_the_next_step(run, asked, t
     assert asked.sources == ["step 4", "step 6"] and list(scores(tmp_path / "run")) == [4, 6]
 
 
-def test_a_run_that_stops_where_tasks_are_due_leaves_them_out(run, asked, tmp_path, caplog):
-    stop = lambda: asked.sources or os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-    assert run(4, stop, **KEYS) == cli.PREEMPTED
-    assert asked.sources == [] and "saved, without its evaluation" in caplog.text
-
-
 def test_a_mesh_gives_the_scores_of_one_device():
     """The mesh has bfloat16 copies of the experts, in parts."""
     settings = tiny_runs.settings(

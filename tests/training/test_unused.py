@@ -21,11 +21,13 @@ DENSE = {
 }
 SLIDING = {"model.layer_types": ("hybrid", "hybrid_sliding")}
 OWN_LAYER = {"model.layer": "somewhere:Layer"}
+PAIRS = {"run.preference": "dpo", "run.init_from": "runs/a", "balance.enabled": False}
+PAIRS |= {"data.chats": True, "data.packing": "best_fit"}
 FLOAT32 = {"precision.compute": "float32"}
 
 # (a key and its value, what makes it idle, words of the reason, what makes it count)
 CASES = [
-    ("run.beta", 0.3, {}, "run.preference is none", None),
+    ("run.beta", 0.3, {}, "run.preference is none", PAIRS),
     ("run.spike_deviations", 4.0, {}, "run.skip_update is not spike", {"run.skip_update": "spike"}),
     ("run.changed_source", True, {}, "names no model.layer", OWN_LAYER),
     *(
@@ -118,12 +120,6 @@ def made(changes, key, value):
     """A small config with these keys."""
     keys = {"precision.compute": "bfloat16", "optim.name": "muon"} | changes | {key: value}
     return tiny_runs.settings(**keys)
-
-
-def test_a_preference_reads_beta():
-    keys = {"run.preference": "dpo", "run.init_from": "runs/a", "balance.enabled": False}
-    chats = {"data.chats": True, "data.packing": "best_fit", "run.beta": 0.3}
-    assert not said_of("run.beta", tiny_runs.settings(**keys, **chats))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in config.SHIPPED.glob("[a-z]*.py")))
