@@ -31,6 +31,7 @@ from zaya_jax.training import step as steps
 
 __all__ = ["traced_once"]
 ROOT = Path(__file__).resolve().parent.parent
+SEGMENTS = np.asarray([[1] * 7, [1, 1, 1, 2, 2, 0, 0]])  # documents end anywhere, and padding
 # Sliding and full layers.
 KINDS = dict(initializer_range=0.05, layer_types=("hybrid_sliding", "hybrid"), sliding_window=3)
 
@@ -232,21 +233,20 @@ MESHES = [
 @pytest.mark.slow  # tests/parallel has meshes by default
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_gives_the_same_numbers(model, settings, ids, mesh):
-    segments = np.asarray([[1] * 7, [1, 1, 1, 2, 2, 0, 0]])  # ends anywhere, and padding
     # No mesh divides these rows and columns.
     over = zj.create(settings, mesh=mesh)
     assert same(over.params, model.params) and over.mesh.size == 8
     assert (over.balance == model.balance).all()
     spread = [x for x in jax.tree.leaves(over.params) if not x.sharding.is_fully_replicated]
     assert bool(spread) == bool({"fsdp", "expert", "tensor"} & set(mesh))
-    one, other = model.trace(ids, segments=segments), over.trace(ids, segments=segments)
+    one, other = model.trace(ids, segments=SEGMENTS), over.trace(ids, segments=SEGMENTS)
     for name in ("logits", "hidden_states", "router_probs", "expert_outputs"):
         np.testing.assert_allclose(
             getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name
         )
     np.testing.assert_array_equal(other.choices, one.choices)
-    loss, grads = model.loss_and_grads(ids, ids, segments=segments)
-    theirs, their_grads = over.loss_and_grads(ids, ids, segments=segments)
+    loss, grads = model.loss_and_grads(ids, ids, segments=SEGMENTS)
+    theirs, their_grads = over.loss_and_grads(ids, ids, segments=SEGMENTS)
     assert theirs == pytest.approx(loss, rel=1e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(their_grads), strict=True):
         assert np.linalg.norm(x - np.asarray(y)) <= 1e-5 * np.linalg.norm(x) + 1e-7
@@ -300,6 +300,56 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     assert again.config.model.rope_parameters.hybrid.rope_theta == 777.0
     np.testing.assert_array_equal(again.logits(ids), late.logits(ids))
     assert (again.logits(ids) != early.logits(ids)).any()
+
+
+# ################################################################################################
+# What a trace shows, by the definitions of attention, router and experts
+# ################################################################################################
+
+
+def test_attention_is_what_the_tokens_see_of_each_other(model, ids):
+    seen = model.trace(ids, segments=SEGMENTS, attention=True)
+    sliding, full = seen.attention
+    see = np.tril(np.ones((7, 7), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+    see = np.broadcast_to(see[:, None], full.shape)
+    near = see & np.triu(np.ones((7, 7), bool), -2)  # a sliding layer does not look farther back
+    for weights, visible in ((full, see), (sliding, near)):
+        assert (weights[visible] > 0).all() and (weights[~visible] == 0).all()
+    np.testing.assert_allclose(seen.attention.sum(-1), 1, rtol=1e-6)
+    scores = (
+        np.einsum("lbqkgc,lbjkc->lbkgqj", seen.queries.reshape(2, 2, 7, 2, 2, 8), seen.keys)
+        / 8**0.5
+    )
+    scores = scores.reshape(seen.attention.shape)[..., 1, :2]  # the second token's, which sees both
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(weights, seen.attention[..., 1, :2], rtol=1e-4)
+    assert seen.values.shape == seen.keys.shape == (2, 2, 7, 2, 8)
+    plain = model.trace(ids, segments=SEGMENTS)
+    biased = plain.router_probs + np.asarray(model.balance)[:, None, None]
+    np.testing.assert_array_equal(plain.choices, biased.argmax(-1))
+    assert plain.attention is None and len(np.unique(plain.choices)) > 1
+    np.testing.assert_array_equal(seen.logits, plain.logits)
+    np.testing.assert_array_equal(seen.hidden_states, plain.hidden_states)
+
+
+def test_the_experts_outputs_are_what_joins_the_stream_times_p(model, ids):
+    """With twice the last weights the stream gains the same once more: fresh weights scale
+    nothing."""
+    model = dataclasses.replace(model, balance=0 * model.balance)  # some tokens skip
+    layers = model.params["layers"]
+    doubled = {**layers["experts"], "down": 2 * layers["experts"]["down"]}
+    other = dataclasses.replace(
+        model, params={**model.params, "layers": {**layers, "experts": doubled}}
+    )
+    one, two = model.trace(ids), other.trace(ids)
+    skips, p = (
+        one.choices[0] == 2,
+        np.take_along_axis(one.router_probs[0], one.choices[0][..., None], -1),
+    )
+    assert skips.any() and not skips.all() and (one.expert_outputs[0][skips] == 0).all()
+    gained = two.hidden_states[0] - one.hidden_states[0]
+    np.testing.assert_allclose(p * one.expert_outputs[0], gained, rtol=1e-3, atol=1e-7)
+    assert np.abs(gained[~skips]).min(-1).all()
 
 
 # ################################################################################################
