@@ -384,6 +384,7 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
     logged = [figures for what, figures, *_ in wandb if what == "log"]
     assert [(x["step"], x["loss"]) for x in logged] == [(x["step"], x["loss"]) for x in written]
     assert all(isinstance(value, int | float) for x in logged for value in x.values())
+    assert {"load_entropy/mean", "dead_experts/least"} <= logged[0].keys()
     first, again = (x for x in wandb if x[0] == "init")
     assert first == again == ("init", first[1], "allow", 16)
     assert wandb[5] == wandb[-1] == ("end", cli.DONE)

@@ -241,7 +241,7 @@ def scalars(figures: dict[str, Any]) -> dict[str, float]:
     for name, value in figures.items():
         if isinstance(value, float | int):
             numbers[name] = value
-        elif value and isinstance(value[0], float):
+        elif value and isinstance(value[0], float | int):
             numbers[f"{name}/mean"] = float(np.mean(value))
             numbers[f"{name}/least"] = float(np.min(value))
     return numbers

@@ -123,6 +123,11 @@ TABLE = (
         "schedule.decay_fraction is 0",
         lambda c: not c.schedule.decay_fraction and not c.schedule.decay_steps,
     ),
+    Unused(
+        ("schedule.decay_fraction",),
+        "schedule.decay_steps takes its place",
+        lambda c: bool(c.schedule.decay_steps),
+    ),
     Unused(("data.path",), "mixtures take its place", _path_is_replaced),
     Unused(
         ("schedule.decay_fraction", "schedule.final_lr_fraction"),
