@@ -144,7 +144,7 @@ def test_generation_that_there_is_not_is_refused(lm, options, message):
 
 def test_answers_that_have_no_likelihood_are_refused(lm):
     check_refused(
-        "an answer that is empty",
+        "an answer that adds no token to its question",
         lambda: lm.loglikelihood(requests("loglikelihood", ("a", "")), disable_tqdm=True),
     )
     check_refused(

@@ -159,12 +159,6 @@ class _Answers:
         last = str(chat_history[-1]["content"]).rstrip()
         return text[: text.rindex(last) + len(last)]
 
-    def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
-        """Like lm-eval's; an empty answer is refused."""
-        if not all(request.args[1] for request in requests):
-            raise UserError("a task asks for the likelihood of an answer that is empty")
-        return super().loglikelihood(requests, disable_tqdm)  # type: ignore[misc]
-
     def _loglikelihood_tokens(
         self, requests: Sequence, disable_tqdm: bool = False, **_: Any
     ) -> list:
@@ -359,17 +353,13 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float |
         for name, value in values.items():
             # "acc,none" and "acc_stderr,none", or another filter than none; beside other facts
             metric, _, filtered_by = name.partition(",")
-            if not filtered_by or "_stderr" in metric or not _is_number(value):
+            if not filtered_by or "_stderr" in metric or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{filtered_by}")
             label = metric if filtered_by == "none" else f"{metric} ({filtered_by})"
             table = tables.setdefault(task, {})
             table[label] = float(value), error if isinstance(error, float) else None
     return tables
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def without_nan(value: Any) -> Any:
