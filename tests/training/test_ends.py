@@ -14,7 +14,6 @@ import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
-from refusals import check_storage_error
 
 from zaya_jax import cli, config
 from zaya_jax import run as run_lib
@@ -97,37 +96,6 @@ def test_an_error_in_the_middle(run, tmp_path, error):
     with pytest.raises(type(error)):
         run(7, raising(error))
     assert last_step(tmp_path / "run") == 6 and (tmp_path / "run" / "report.html").exists()
-
-
-def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
-    run, tmp_path, capsys
-):
-    """In this process; tests/training/test_processes.py has it as a program's end."""
-    root, away = tmp_path / "run" / "checkpoints", tmp_path / "moved away"
-
-    def go():
-        latest = time.monotonic() + 60
-        while not away.exists() and 8 not in folders.steps_in(root) and time.monotonic() < latest:
-            time.sleep(0.01)  # it is saved while the steps go on
-        if not away.exists():
-            root.rename(away)
-            root.write_text("no folder any more")
-
-    check_storage_error(
-        "2 saves failed in a row",
-        run,
-        10,
-        go,
-        checkpoint__max_failures=2,
-        checkpoint__max_wait=60.0,
-    )
-    out = capsys.readouterr().out
-    assert out.count("is NOT saved") == 2 and "training goes on" in out
-    root.unlink()
-    away.rename(root)
-    assert folders.steps_in(root) == [4, 8] and vault_lib.Vault(root).verify(8) == []
-    assert run(99, None, run__num_steps=10) == cli.DONE
-    assert last_step(tmp_path / "run") == 10
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,13 @@ CASES = [
         {"schedule.decay_fraction": 0.0, "schedule.decay_steps": 5},
     ),
     ("schedule.decay_fraction", 0.5, {"schedule.phases": OWN_RATES}, "has its own lr", {}),
-    ("schedule.decay_fraction", 0.5, {"schedule.decay_steps": 5}, "decay_steps takes its place", {}),
+    (
+        "schedule.decay_fraction",
+        0.5,
+        {"schedule.decay_steps": 5},
+        "decay_steps takes its place",
+        {},
+    ),
     (
         "data.path",
         "text",
