@@ -5,7 +5,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 
-from zaya_jax.config.fields import item_type, limits
+from zaya_jax.config.fields import item_type, leaves, limits
 from zaya_jax.config.keys import Config, Phase
 
 WIDTH = 110
@@ -30,7 +30,7 @@ def listing() -> str:
 
 def groups() -> Iterator[tuple[str, str, list[Row]]]:
     """(title, description, keys) of each group, outermost first, and of a phase."""
-    yield "config", _about(Config), _rows(Config, "")
+    yield "config", _about(Config), [row for row in _rows(Config, "") if "." not in row[0]]
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
             cls = typing.cast(type, field.type)
@@ -39,20 +39,10 @@ def groups() -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def _rows(cls: type, prefix: str) -> list[Row]:
-    rows = []
-    for field in dataclasses.fields(cls):
-        if not dataclasses.is_dataclass(field.type):
-            rows.append(
-                (
-                    prefix + field.name,
-                    repr(field.default),
-                    _allowed(field),
-                    field.metadata["meaning"],
-                )
-            )
-        elif prefix:  # the outermost groups have tables of their own
-            rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
-    return rows
+    return [
+        (key, repr(field.default), _allowed(field), field.metadata["meaning"])
+        for key, field in leaves(cls, prefix)
+    ]
 
 
 def _allowed(field: dataclasses.Field) -> str:
