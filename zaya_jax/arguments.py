@@ -50,7 +50,6 @@ def with_mesh(config: Config, mesh: Mapping[str, Any] | None) -> tuple[Config, M
     if mesh is None:
         return config, None
     given = fields.build(config_lib.Mesh, dict(mesh), "config.mesh.")
-    fields.check_fields(given, "config.mesh.")
     device_mesh = make_mesh(given, jax.local_devices(), "mesh")
     config = dataclasses.replace(config, mesh=given)
     sharding.check(config, spread_of(given, device_mesh.shape), where="mesh")

@@ -89,7 +89,6 @@ def check(cfg: config_dict.ConfigDict | dict) -> Config:
     """The frozen Config of a ConfigDict, or of the dict in config.json; UserError names a wrong
     key."""
     config = fields.build(Config, cfg)
-    fields.check_fields(config)
     checks.check_config(config)
     return config
 
@@ -98,7 +97,6 @@ def check_model(given: dict, prefix: str = "config.model.") -> Model:
     """The frozen Model of a nested dict of its keys alone; UserError names a key behind
     `prefix`."""
     model = fields.build(Model, given, prefix)
-    fields.check_fields(model, prefix)
     checks.check_model(model, prefix)
     return model
 

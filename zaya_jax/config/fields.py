@@ -97,8 +97,8 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
 
 
 def build(cls: type, given: Any, prefix: str = "config.") -> Any:
-    """The dataclass of a nested dict, every key known and of its type; UserError names the key
-    behind `prefix`."""
+    """The dataclass of a nested dict, every key known, of its type and as its declaration allows;
+    UserError names the key behind `prefix`."""
     if isinstance(given, config_dict.ConfigDict):
         given = given.to_dict()
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
@@ -114,9 +114,17 @@ def build(cls: type, given: Any, prefix: str = "config.") -> Any:
             raise UserError(
                 f"unknown config key {path}{nearest(path, [prefix + name for name in fields])}"
             )
-    return cls(
+    built = cls(
         **{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()}
     )
+    for name, field in fields.items():  # one that is not given may have no allowed default
+        value = getattr(built, name)
+        if not isinstance(value, tuple):
+            _check(field, value, f"{prefix}{name}")
+            continue
+        for i, item in enumerate(value):
+            _check(field, item, f"{prefix}{name}[{i}]")
+    return built
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
@@ -177,23 +185,8 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 # ##################################################################################################
 
 
-def check_fields(value: Any, prefix: str = "config.") -> None:
-    """UserError on the first key of a dataclass, its groups and rows included, that breaks its
-    declaration."""
-    for field in dataclasses.fields(value):
-        given, path = getattr(value, field.name), f"{prefix}{field.name}"
-        if not isinstance(given, tuple):
-            _check(field, given, path)
-            continue
-        for i, item in enumerate(given):
-            _check(field, item, f"{path}[{i}]")
-
-
 def _check(field: dataclasses.Field, value: Any, path: str) -> None:
-    if value is None:  # `build` has passed it as optional
-        return
-    if dataclasses.is_dataclass(value):
-        check_fields(value, f"{path}.")
+    if value is None or dataclasses.is_dataclass(value):  # optional; checked by its own `build`
         return
     given = f"{path}={shown(value)}"
     if "range" in field.metadata:
