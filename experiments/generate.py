@@ -196,10 +196,8 @@ def talk(
         if not line or line == RESET:
             continue
         left_out = conversation.left_out
-        try:
+        with fields.naming(f"line {number} of the input"):
             asked = conversation.ask(line, room)
-        except UserError as error:
-            raise UserError(f"line {number} of the input: {error}") from None
         if conversation.left_out > left_out:
             print(
                 f"note: the model does not see the {conversation.left_out} oldest turns any more",

@@ -121,10 +121,8 @@ def _find(weights: str) -> any_model.AnyModel:
             "finetune.py needs the weights to begin with:"
             f" --config=experiments/configs/finetune.py:MODEL, with {config.fields.MODEL_FORMS}"
         )
-    try:
+    with config.fields.naming(f"finetune.py:{weights}"):
         base = any_model.find(weights)
-    except config.UserError as error:
-        raise config.UserError(f"finetune.py:{weights}: {error}") from None
     if base.tokenizer_folder is None:
         place = base.folder / "tokenizer" if any_model.is_run(base.folder) else base.folder
         raise config.UserError(

@@ -205,10 +205,8 @@ def read_config(workdir: str | os.PathLike) -> Config:
             " folder of a run, or restore its config: each checkpoint has it too, in"
             f' {META} under "config"'
         ) from None
-    try:
+    with fields.naming(str(path)):
         return config_lib.check(recorded)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def write_json(path: Path, content: dict) -> None:
