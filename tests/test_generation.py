@@ -90,7 +90,7 @@ def spelt_as_llama():
 
 def test_a_text_goes_on_from_its_prompt_with_its_space():
     tokenizer = spelt_as_llama()
-    written = "hello world \u20ac of many \U0001f600 words"
+    written = "hello world \u20ac of many \U0001f600 words \U0001f600 \U0001f600"
     ids = tokenizer.encode(written)
     first = len(tokenizer.encode("hello"))
     # no space
@@ -102,6 +102,8 @@ def test_a_text_goes_on_from_its_prompt_with_its_space():
         text = generation.Text(tokenizer, before=[tokenizer.bos_id, *ids[:cut]])
         parts = [text.add([token]) for token in ids[cut:]]
         assert prompt + "".join(parts) + text.rest() == written, cut
+    spaces = generation.Text(tokenizer, before=[tokenizer.bos_id, *tokenizer.encode(" ")])
+    assert spaces.add(tokenizer.encode("words")) == " words"
     # A separate text, like an answer, has no such space, and bytes of an incomplete character are
     # not text yet.
     assert generation.Text(tokenizer).add(tokenizer.encode("words")) == "words"

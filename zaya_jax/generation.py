@@ -19,7 +19,7 @@ from zaya_jax.model import decode
 from zaya_jax.text import chat, chat_template
 from zaya_jax.text.tokenizers import Tokenizer
 
-CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
+CHARACTER = 5  # tokens of one character at most: its bytes in UTF-8, and a space after it
 LONGEST = 64  # tokens that are decoded together until their text is whole
 
 
@@ -123,12 +123,13 @@ def _spelling(length: int, ids: Sequence[int], text: Text) -> list[int]:
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
-    """The fewest last ids that have a text of whole characters, and this text; nothing without such
-    ids."""
+    """The fewest last ids that have a text of whole characters, and this text; of few ids without
+    a text all; nothing without such ids."""
     for count in range(1, min(len(ids), CHARACTER) + 1):
         last = [int(token) for token in ids[-count:]]
         text = tokenizer.decode(last)
-        if text and "\N{REPLACEMENT CHARACTER}" not in text:
+        # A prompt of spaces may have no text, and yet the next word keeps its own space.
+        if (text or count == len(ids)) and "\N{REPLACEMENT CHARACTER}" not in text:
             return last, text
     return [], ""
 
