@@ -154,7 +154,7 @@ def test_a_heat_map_covers_its_cells():
     # Two equal neighbours are one rectangle; the hole stays open.
     assert rectangles(cells, (0, 1)) == {("c3", "0.06"): 1, ("c3", "0.53"): 2, ("c3", "1.00"): 1}
     assert rectangles([[math.nan] * 3], (0, 1)) == {}
-    # Away from zero two colours; beyond the ends the darkest.
+    # Away from zero two colours, grey at zero; beyond the ends the darkest.
     signed = rectangles([[-9.0, 1.0, 0.0]], (-2, 2))
-    assert signed == {("c0", "1.00"): 1, ("c1", "0.53"): 1, ("c1", "0.06"): 1}
+    assert signed == {("c0", "1.00"): 1, ("c1", "0.53"): 1, ("c7", "0.06"): 1}
     assert rectangles([[-4.0, 1.0, 1.0]], (-4, 1)) == {("c0", "1.00"): 1, ("c1", "0.29"): 1}

@@ -372,7 +372,7 @@ class HeatMap:
         for shade, path in sorted(paths.items()):
             color = 3
             if self.signed:
-                color = 0 if shade < 0 else 1
+                color = {-1: 0, 0: 7, 1: 1}[int(np.sign(shade))]  # grey where neither
             opacity = 0.06 + 0.94 * abs(shade) / SHADES
             drawn += f'<path class="c{color}" opacity="{opacity:.2f}" d="{path}"/>'
         return drawn
