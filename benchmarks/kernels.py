@@ -294,12 +294,7 @@ def _cells(row: Row, about: dict[str, Any]) -> list[str]:
 
 def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    flat = []
-    for row in rows:
-        timed = dict(
-            zip(("seconds", "low", "high", "samples"), row.seconds or [None] * 4, strict=True)
-        )
-        flat.append({**dataclasses.asdict(row), "rate": row.rate, **timed})
+    flat = [dataclasses.asdict(row) for row in rows]
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
     note = ""
     if about["of_host"]:
