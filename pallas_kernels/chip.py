@@ -203,21 +203,20 @@ def current() -> Chip:
     return _named.value or _of_mesh(jax.sharding.get_abstract_mesh()) or chip_of(_default_device())
 
 
-def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
+def runs_kernels(operator: str) -> bool:
+    """Whether the operator's own kernels for GPUs run in the program that is being made."""
+    made_for = current()
+    return made_for.maker in ("cuda", "rocm") and operator in made_for.kernels
+
+
+def choose[Implementation](operator: str, offered: Mapping[str, Implementation]) -> Implementation:
     """The chip's own implementation of an operator, otherwise XLA's.
 
-    They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU, where the chip
-    lets them run.
+    They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU.
     """
-    made_for = current()
-    kernel: Any = offered.get("triton")
-    if (
-        kernel
-        and made_for.maker in ("cuda", "rocm")
-        and kernel.__name__.split(".")[-2] in made_for.kernels
-    ):
-        return kernel
-    return offered.get(made_for.maker, offered["xla"])
+    if "triton" in offered and runs_kernels(operator):
+        return offered["triton"]
+    return offered.get(current().maker, offered["xla"])
 
 
 def chip_of(device: Any) -> Chip:

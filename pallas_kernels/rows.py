@@ -37,6 +37,18 @@ def formats() -> tuple[Any, ...]:
     return tuple(map(jnp.dtype, chip.current().formats))
 
 
+def flat(**arrays: jax.Array | None) -> dict[str, jax.Array | None]:
+    """[B, S, heads, ..] as the kernels take them, tokens times heads in a row: no copy."""
+    return {
+        name: x if x is None else x.reshape(len(x), -1, *x.shape[3:]) for name, x in arrays.items()
+    }
+
+
+def flat_like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The same of one that a kernel writes."""
+    return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
+
+
 def wide(channels: int) -> int:
     """Channels of a tile."""
     return max(16, tiles.power(channels))

@@ -1,6 +1,6 @@
 """Kernels for GPUs, of Pallas's Triton backend: the one file that knows it.
 
-    tiles.call(body, x, y, name="add", grid=(n,), out_shapes=like, work=tiles.Work(flops))
+    tiles.call(body, {"x": x, "y": y}, name="add", grid=(n,), out_shapes=like, work=tiles.Work(flops))
 
 One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has
 no other one for AMD, so bodies use only the operations of any tiled language: loads and stores of
@@ -78,29 +78,36 @@ class ProductTile(NamedTuple):
 
 def call(
     body: Callable,
-    *arrays: jax.Array,
+    operands: Mapping[str, Any],
+    *,
     name: str,
     grid: tuple[int, ...],
     out_shapes: Any,
     work: Work = NOTHING_SAID,
     warps: int = 4,
     stages: int = 1,
-    aliases: Mapping[int, int] | None = None,
+    in_place: bool = False,
 ) -> Any:
-    """Runs `body` for each point of the grid, of at most three dims; see
+    """Runs body(operands by name, *results) for each point of the grid, of at most three dims; see
     `jax.experimental.pallas.pallas_call`.
 
-    A body is given operands and results whole, and indexes them itself. `aliases` are the operands
-    whose place results take.
+    A body is given operands and results whole, and indexes them itself. An operand may be None, or
+    a tuple of arrays. `in_place`: the first result takes the place of the last array.
     """
+    arrays, structure = jax.tree.flatten([*operands.values()])
+
+    def run(*refs):
+        given = jax.tree.unflatten(structure, refs[: len(arrays)])
+        body(dict(zip(operands, given, strict=True)), *refs[len(arrays) :])
+
     with jax.named_scope(work.scope):
         return pl.pallas_call(
-            body,
+            run,
             out_shape=out_shapes,
             grid=grid,
             in_specs=[WHOLE] * len(arrays),
             out_specs=jax.tree.map(lambda x: WHOLE, out_shapes),
-            input_output_aliases=dict(aliases or {}),
+            input_output_aliases={len(arrays) - 1: 0} if in_place else {},
             compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=chip.current().is_host,
             name=name,
@@ -110,7 +117,8 @@ def call(
 def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """An array whose numbers nobody has set yet: anything, or NaN where kernels are interpreted."""
     like = jax.ShapeDtypeStruct(shape, dtype)
-    return call(lambda out: None, name="empty", grid=(1,), out_shapes=like, work=Work(moved=(0, 0)))
+    work = Work(moved=(0, 0))
+    return call(lambda refs, out: None, {}, name="empty", grid=(1,), out_shapes=like, work=work)
 
 
 def power(number: int) -> int:

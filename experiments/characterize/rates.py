@@ -92,7 +92,7 @@ def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timin
     operands: tuple = (numbers(shape.m, shape.k), numbers(shape.k, shape.n))
     call: Any = lambda x, w: products.dot(x, w, dtype)  # noqa: E731
     if shape.groups > 1:
-        operator = chip.choose(grouped_mlp.IMPLEMENTATIONS)
+        operator = chip.choose("grouped_mlp", grouped_mlp.IMPLEMENTATIONS)
         rows, sizes = (
             numbers(shape.m * shape.groups, shape.k),
             jnp.full(shape.groups, shape.m, jnp.int32),

@@ -98,13 +98,13 @@ def attention_gradients(
     """
     out, lse, d_out = whole
     saved = Saved(*qkv, q_segments, k_segments, *_bounds(window, offset), out, lse)
-    backward = chip.choose(IMPLEMENTATIONS).backward
+    backward = chip.choose("attention", IMPLEMENTATIONS).backward
     return backward(saved, d_out, None, scale=scale, block=block, dtype=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def _attention(q, k, v, q_segments, k_segments, window, offset, scale, block):
-    forward = chip.choose(IMPLEMENTATIONS).forward
+    forward = chip.choose("attention", IMPLEMENTATIONS).forward
     return forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
 
 
@@ -114,7 +114,7 @@ def _attention_fwd(*args):
 
 
 def _attention_bwd(scale, block, saved, cotangents):
-    backward = chip.choose(IMPLEMENTATIONS).backward
+    backward = chip.choose("attention", IMPLEMENTATIONS).backward
     dq, dk, dv = backward(saved, *cotangents, scale=scale, block=block, dtype=saved.k.dtype)
     return dq.astype(saved.q.dtype), dk, dv, None, None, None, None
 
@@ -135,7 +135,7 @@ def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
 def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
     """The share of all pairs of blocks that is computed, the mean over queries that begin at these
     starts, and over layers with these windows: for `loops.expected_share`."""
-    return chip.choose(IMPLEMENTATIONS).visited(q_len, k_len, starts, windows)
+    return chip.choose("attention", IMPLEMENTATIONS).visited(q_len, k_len, starts, windows)
 
 
 def softmax_scale(channels: int) -> float:

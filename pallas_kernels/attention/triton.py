@@ -44,7 +44,7 @@ from numpy import typing as npt
 from pallas_kernels import tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
-from pallas_kernels.rows import LOG2E, HeadRows, Tile, formats
+from pallas_kernels.rows import LOG2E, HeadRows, Tile, flat, flat_like, formats
 
 Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) without a mask
 
@@ -85,10 +85,8 @@ def forward(
             q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block
         )
     call = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
-    results = [(q, v.dtype), (call.sums, jnp.float32)]
-    out, lse = call.run(
-        _forward_body, "attention_forward", call.grid_of_queries, (q, k, v), results, 2
-    )
+    inputs, results = {"q": q, "k": k, "v": v}, [(q, v.dtype), (call.sums, jnp.float32)]
+    out, lse = call.run(_forward_body, call.grid_of_queries, inputs, results, 2)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
@@ -100,17 +98,12 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     d_out = d_out.astype(v.dtype)
     masks = q_segments, k_segments, window, offset, scale, block
     call = _Call("queries", q, k, *masks)
-    inputs = [q, k, v, out, lse, d_out]
-    if d_lse is not None:
-        inputs.append(d_lse)
-    body = functools.partial(_queries_body, d_lse is not None)
+    inputs = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
     results = [(q, dtype), (call.sums, jnp.float32)]
-    dq, delta = call.run(body, "attention_queries", call.grid_of_queries, inputs, results, 3)
+    dq, delta = call.run(_queries_body, call.grid_of_queries, inputs, results, 3)
     call = _Call("keys", q, k, *masks)
-    inputs = [q, k, v, d_out, lse, delta]
-    dk, dv = call.run(
-        _keys_body, "attention_keys", call.grid_of_keys, inputs, [(k, dtype), (v, dtype)], 4
-    )
+    inputs = {"q": q, "k": k, "v": v, "d_out": d_out, "lse": lse, "delta": delta}
+    dk, dv = call.run(_keys_body, call.grid_of_keys, inputs, [(k, dtype), (v, dtype)], 4)
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
@@ -144,7 +137,7 @@ class _Call:
     """One kernel's shape, grid and work, and the operands of its masks."""
 
     def __init__(self, kernel, q, k, q_segments, k_segments, window, offset, scale, block):
-        self.batch, q_len, num_heads, channels = q.shape
+        self.name, (self.batch, q_len, num_heads, channels) = f"attention_{kernel}", q.shape
         k_len, num_kv = k.shape[1:3]
         group = num_heads // num_kv
         self.sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
@@ -153,27 +146,24 @@ class _Call:
         known = (x is not None for x in (q_segments, window, offset))
         sizes = group // heads, heads, channels, self.tile.rows // heads, self.tile.keys
         self.shape = _Shape(q_len, k_len, num_kv, *sizes, scale, *known)
-        self.masks = [x.reshape(1) for x in (window, offset) if x is not None]
+        bounds = jax.tree.map(lambda x: x.reshape(1), (window, offset))
+        ranges: Any = (None, None)
         if q_segments is not None:
-            self.masks += [q_segments, k_segments]
-            self.masks += ranges_of(q_segments, self.shape.queries)
-            self.masks += ranges_of(k_segments, self.shape.keys)
+            ranges = (
+                ranges_of(q_segments, self.shape.queries),
+                ranges_of(k_segments, self.shape.keys),
+            )
+        self.masks = {"bounds": bounds, "ids": (q_segments, k_segments), "ranges": ranges}
 
-    def run(self, body, name, grid, inputs, results, products) -> Any:
-        """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C:
-        no copy."""
-        inputs = [x.reshape(self.batch, -1, *x.shape[3:]) for x in inputs]
-        shapes = [
-            jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to)
-            for x, to in results
-        ]
+    def run(self, body, grid, inputs, results, products) -> Any:
+        """body(shape, operands, results), arrays as [B, tokens times heads, C] or without C: no
+        copy."""
         return tiles.call(
             functools.partial(body, self.shape),
-            *inputs,
-            *self.masks,
-            name=name,
+            flat(**inputs) | self.masks,
+            name=self.name,
             grid=grid,
-            out_shapes=shapes,
+            out_shapes=[flat_like(x.shape, to) for x, to in results],
             work=self.work(products),
             warps=self.tile.warps,
             stages=self.tile.stages,
@@ -233,17 +223,15 @@ def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, ja
 
 
 class _Masks:
-    """The masks in the operands behind the arrays: positions, segments, and which blocks meet."""
+    """The masks among the operands: positions, segments, and which blocks meet."""
 
     def __init__(self, shape: _Shape, refs, batch):
-        refs = list(refs)
         self.shape, self.batch = shape, batch
-        self.window = refs.pop(0)[0] if shape.window else NO_WINDOW
-        self.offset = refs.pop(0)[0] if shape.offset else 0
-        self.q_ids = self.k_ids = self.q_ranges = self.k_ranges = None
-        if shape.segments:
-            self.q_ids, self.k_ids, *ranges = refs
-            self.q_ranges, self.k_ranges = ranges[:3], ranges[3:]
+        window, offset = refs["bounds"]
+        self.window = window[0] if shape.window else NO_WINDOW
+        self.offset = offset[0] if shape.offset else 0
+        self.q_ids, self.k_ids = refs["ids"]
+        self.q_ranges, self.k_ranges = refs["ranges"]
 
     def met_by_queries(self, i) -> Met:
         """Blocks of keys [lo, hi) that block i of queries meets, and of these [start, end) that it
@@ -357,10 +345,10 @@ def _place_of_queries(shape: _Shape) -> tuple:
     return lax.div(n, shape.num_kv * shape.parts), lax.div(head, shape.parts), head * shape.heads, i
 
 
-def _forward_body(shape: _Shape, q, k, v, *refs):
-    *mask_refs, out, lse = refs
+def _forward_body(shape: _Shape, refs, out, lse):
+    q, k, v = refs["q"], refs["k"], refs["v"]
     batch, kv_head, head, i = _place_of_queries(shape)
-    masks, rows = _Masks(shape, mask_refs, batch), _queries_of(shape, batch, head, i)
+    masks, rows = _Masks(shape, refs, batch), _queries_of(shape, batch, head, i)
     q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), shape.scale * LOG2E
 
     def step(j, carry, masked):
@@ -396,17 +384,16 @@ def _weights(scores, lse, factor, seen):
     return weights if seen is None else jnp.where(seen, weights, 0)
 
 
-def _queries_body(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *refs):
-    *mask_refs, dq, delta = refs
-    d_lse = mask_refs.pop(0) if has_d_lse else None
+def _queries_body(shape: _Shape, refs, dq, delta):
+    q, k, v = refs["q"], refs["k"], refs["v"]
     batch, kv_head, head, i = _place_of_queries(shape)
-    masks, rows = _Masks(shape, mask_refs, batch), _queries_of(shape, batch, head, i)
-    q_i, d_i, q_ids = rows.load(q), rows.load(d_out), rows.ids(masks.q_ids)
-    delta_i = (d_i.astype(jnp.float32) * rows.load(out).astype(jnp.float32)).sum(1)
-    if d_lse is not None:
-        delta_i -= rows.load(d_lse)
+    masks, rows = _Masks(shape, refs, batch), _queries_of(shape, batch, head, i)
+    q_i, d_i, q_ids = rows.load(q), rows.load(refs["d_out"]), rows.ids(masks.q_ids)
+    delta_i = (d_i.astype(jnp.float32) * rows.load(refs["out"]).astype(jnp.float32)).sum(1)
+    if refs["d_lse"] is not None:
+        delta_i -= rows.load(refs["d_lse"])
     rows.store(delta, delta_i)
-    lse_i, factor = rows.load(lse) * LOG2E, shape.scale * LOG2E
+    lse_i, factor = rows.load(refs["lse"]) * LOG2E, shape.scale * LOG2E
 
     def step(j, dq_i, masked):
         keys = _keys_of(shape, batch, kv_head, j)
@@ -421,11 +408,11 @@ def _queries_body(has_d_lse: bool, shape: _Shape, q, k, v, out, lse, d_out, *ref
     rows.store(dq, _over_blocks(*masks.met_by_queries(i), step, dq_i) * shape.scale)
 
 
-def _keys_body(shape: _Shape, q, k, v, d_out, lse, delta, *refs):
-    *mask_refs, dk, dv = refs
+def _keys_body(shape: _Shape, refs, dk, dv):
+    q, k, v, d_out, lse, delta = (refs[name] for name in ("q", "k", "v", "d_out", "lse", "delta"))
     n, j = tiles.program_id(0), tiles.program_id(1)  # the first blocks meet the most queries
     batch, kv_head = lax.div(n, shape.num_kv), lax.rem(n, shape.num_kv)
-    masks, keys = _Masks(shape, mask_refs, batch), _keys_of(shape, batch, kv_head, j)
+    masks, keys = _Masks(shape, refs, batch), _keys_of(shape, batch, kv_head, j)
     k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), keys.ids(masks.k_ids), shape.scale * LOG2E
 
     def step(part, i, carry, masked):

@@ -44,7 +44,7 @@ def mix(
     Arguments are those of `convolve` and `queries_and_keys`.
     """
     arrays = columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
-    if chip.choose({"xla": xla, "triton": triton}) is triton and triton.suits(*arrays):
+    if chip.runs_kernels("cca_mix") and triton.suits(*arrays):
         return triton.mix(*arrays)
     packed, rest = jnp.split(columns, (by_channel[0].size,), axis=-1)
     heads_first, before = (
@@ -76,7 +76,7 @@ def convolve(
     The last tap is the token itself. `before` are the tokens ahead of the first one, None for
     zeros. A token takes nothing from those of other `segments`; None is one segment.
     """
-    return chip.choose(PARTS).convolve(x, before, by_channel, by_head, segments, dtype)
+    return chip.choose("cca_mix", PARTS).convolve(x, before, by_channel, by_head, segments, dtype)
 
 
 def _convolve_fwd(*args):
@@ -84,7 +84,7 @@ def _convolve_fwd(*args):
 
 
 def _convolve_bwd(dtype, saved, d_out):
-    return *chip.choose(PARTS).convolve_gradients(*saved, dtype, d_out), None
+    return *chip.choose("cca_mix", PARTS).convolve_gradients(*saved, dtype, d_out), None
 
 
 convolve.defvjp(_convolve_fwd, _convolve_bwd)
@@ -106,5 +106,5 @@ def queries_and_keys(
     `mean_q` is each group's mean query if its queries are on several devices. The backward pass
     repeats all of it.
     """
-    choice = chip.choose(PARTS)
+    choice = chip.choose("cca_mix", PARTS)
     return choice.queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q)

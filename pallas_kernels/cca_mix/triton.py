@@ -205,7 +205,7 @@ def _mix_bwd(shape, saved, d):
         shape,
         _columns,
         saved,
-        {"d_sums": d_sums, "d_rest": d_rest},
+        {"d_sums": d_sums, "d_rest": d_rest if d_rest.size else None},
         "mix_columns",
         (shape.width // shape.channels, shape.blocks, shape.batch),
         [
@@ -255,21 +255,15 @@ def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passe
         "table": table,
         "segments": segments,
     }
-    inputs |= gradients
-    inputs = {name: x for name, x in inputs.items() if x is not None and x.size}
-    others = sum(
-        inputs[n].size * inputs[n].dtype.itemsize
-        for n in ("by_head", "table", "segments")
-        if n in inputs
-    )
+    others = sum(x.nbytes for x in (inputs["by_head"], table, segments) if x is not None)
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
-    def run(*refs):
-        body(shape, _Refs(shape, dict(zip(inputs, refs, strict=False))), *refs[len(inputs) :])
+    def run(refs, *results):
+        body(shape, _Refs(shape, refs), *results)
 
     return tiles.call(
         run,
-        *inputs.values(),
+        inputs | gradients,
         name=name,
         grid=grid,
         out_shapes=out_shapes,
@@ -457,7 +451,7 @@ def _columns(shape, refs, d_columns, of_channels):
     head, block, batch = (tiles.program_id(i) for i in range(3))
     tokens = _Tokens(shape, refs, batch, block)
 
-    if "d_rest" in refs.refs:
+    if refs.refs["d_rest"] is not None:
 
         @tiles.when(head >= shape.all_heads)
         def copied():

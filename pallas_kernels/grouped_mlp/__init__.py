@@ -15,10 +15,10 @@ have too. There gate_up is a matrix [D, 2 F] of each expert, the same numbers in
 [D, 2, F] (`_matrices`): the operators here take either form, and give gradients in that of the
 weights.
 
-`triton` also takes unsorted rows (`takes_unsorted_rows`): it reads each where it lies, and writes
-its result to the same place. Then `routed_mlp` takes the place of `grouped_mlp`, and `layer_mlp`
-does without `of_layer`. `stacked_mlp` is for its training step: it reads a layer's weights inside
-the stack of all layers, and writes what the backward pass needs, and gradients, into such stacks.
+`triton` also takes unsorted rows with their `order` (`takes_unsorted_rows`): it reads each where it
+lies, and writes its result to the same place. `layer_mlp` then does without `of_layer`.
+`stacked_mlp` is for its training step: it reads a layer's weights inside the stack of all layers,
+and writes what the backward pass needs, and gradients, into such stacks.
 """
 
 import functools
@@ -46,72 +46,52 @@ def _like(gradients, gate_up, down) -> tuple[jax.Array, jax.Array]:
     return d_gate_up.reshape(gate_up.shape).astype(gate_up.dtype), d_down.astype(down.dtype)
 
 
+def takes_unsorted_rows() -> bool:
+    """Whether the chip's implementation does."""
+    return chip.runs_kernels("grouped_mlp")
+
+
 @jax.custom_vjp
 def grouped_mlp(
     rows: Float[Array, "M D"],
     sizes: Int[Array, "E"],
     gate_up: Float[Array, "E D 2 F"],
     down: Float[Array, "E F D"],
+    order: Int[Array, "M"] | None = None,
 ) -> Float[Array, "M D"]:
     """The gated MLP of rows sorted by expert, `sizes` of each, in the rows' number format; gate
-    columns come first."""
-    return chip.choose(IMPLEMENTATIONS).forward(rows, sizes, _matrices(gate_up, down), down)[0]
+    columns come first.
+
+    Given an `order`, only where the chip `takes_unsorted_rows`, it is that of rows[order], each put
+    back in its place.
+    """
+    return _forward(rows, sizes, gate_up, down, order, keep=False)[0]
 
 
-def _grouped_mlp_fwd(rows, sizes, gate_up, down):
+def _forward(rows, sizes, gate_up, down, order, keep=True):
     matrices = _matrices(gate_up, down)
-    out, hidden = chip.choose(IMPLEMENTATIONS).forward(rows, sizes, matrices, down)
+    if takes_unsorted_rows():
+        return triton.forward(rows, sizes, matrices, down, order, keep=keep)
+    return chip.choose("grouped_mlp", IMPLEMENTATIONS).forward(rows, sizes, matrices, down)
+
+
+def _grouped_mlp_fwd(rows, sizes, gate_up, down, order=None):
+    out, hidden = _forward(rows, sizes, gate_up, down, order)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (rows, sizes, gate_up, down, hidden)
+    return out, (rows, order, sizes, gate_up, down, hidden)
 
 
 def _grouped_mlp_bwd(saved, d_out):
-    rows, sizes, gate_up, down, hidden = saved
-    d_rows, *d_weights = chip.choose(IMPLEMENTATIONS).backward(
-        rows, sizes, _matrices(gate_up, down), down, hidden, d_out.astype(rows.dtype)
-    )
-    return d_rows, None, *_like(d_weights, gate_up, down)
+    rows, order, sizes, gate_up, down, hidden = saved
+    arrays = rows, sizes, _matrices(gate_up, down), down, hidden, d_out.astype(rows.dtype)
+    if takes_unsorted_rows():
+        d_rows, *d_weights = triton.backward(*arrays, order)
+    else:
+        d_rows, *d_weights = chip.choose("grouped_mlp", IMPLEMENTATIONS).backward(*arrays)
+    return d_rows, None, *_like(d_weights, gate_up, down), None
 
 
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
-
-
-def takes_unsorted_rows() -> bool:
-    """Whether the chip's implementation does."""
-    return chip.choose(IMPLEMENTATIONS) is triton
-
-
-@jax.custom_vjp
-def routed_mlp(
-    x: Float[Array, "N D"],
-    order: Int[Array, "N"],
-    sizes: Int[Array, "E"],
-    gate_up: Float[Array, "E D 2 F"],
-    down: Float[Array, "E F D"],
-) -> Float[Array, "N D"]:
-    """`grouped_mlp` of the rows x[order], each put back in its place; only where the chip
-    `takes_unsorted_rows`."""
-    matrices = _matrices(gate_up, down)
-    return triton.routed_forward(x, order, sizes, matrices, down, keep=False)[0]
-
-
-def _routed_mlp_fwd(x, order, sizes, gate_up, down):
-    matrices = _matrices(gate_up, down)
-    out, hidden = triton.routed_forward(x, order, sizes, matrices, down)
-    out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (x, order, sizes, gate_up, down, hidden)
-
-
-def _routed_mlp_bwd(saved, d_out):
-    x, order, sizes, gate_up, down, hidden = saved
-    matrices = _matrices(gate_up, down)
-    d_x, *d_weights = triton.routed_backward(
-        x, order, sizes, matrices, down, hidden, d_out.astype(x.dtype)
-    )
-    return d_x, None, None, *_like(d_weights, gate_up, down)
-
-
-routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
 
 
 def layer_mlp(
@@ -124,13 +104,13 @@ def layer_mlp(
 ) -> Float[Array, "M D"]:
     """`grouped_mlp` with the weights of a layer of stacks, read in place; without gradients.
 
-    Given their `order`, rows are not sorted yet, as for `routed_mlp`.
+    Given their `order`, rows are not sorted yet.
     """
     matrices = _matrices(gate_up, down)
     if takes_unsorted_rows():
-        return triton.routed_forward(rows, order, sizes, matrices, down, layer, keep=False)[0]
+        return triton.forward(rows, sizes, matrices, down, order, layer, keep=False)[0]
     assert order is None
-    return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
+    return chip.choose("grouped_mlp", IMPLEMENTATIONS).of_layer(rows, sizes, matrices, down, layer)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
@@ -146,7 +126,7 @@ def stacked_mlp(
     add: bool,
     shares: tuple[Callable, Callable] | None = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "L N F2"] | None]:
-    """`routed_mlp` with the weights of a layer of stacks, and `kept` with what the backward pass
+    """`grouped_mlp` with the weights of a layer of stacks, and `kept` with what the backward pass
     needs in the layer's place. Neither weights nor their gradients nor this are copied.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place,
@@ -155,13 +135,13 @@ def stacked_mlp(
     `kept` (`hold`), without a copy of each layer's.
     """
     matrices = _matrices(gate_up, down)
-    out, _ = triton.routed_forward(x, order, sizes, matrices, down, layer, keep=False)
+    out, _ = triton.forward(x, sizes, matrices, down, order, layer, keep=False)
     return out, kept
 
 
 def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, kept, add, shares):
     matrices = _matrices(gate_up, down)
-    out, hidden = triton.routed_forward(x, order, sizes, matrices, down, layer, stack=kept)
+    out, hidden = triton.forward(x, sizes, matrices, down, order, layer, stack=kept)
     out = checkpoint_name(out, PRODUCTS)
     saved = x, order, sizes, gate_up, down, layer, sums
     if kept is None:
@@ -173,14 +153,14 @@ def _stacked_mlp_bwd(add, shares, saved, d):
     x, order, sizes, gate_up, down, layer, sums, hidden = saved
     d_out, kept = d
     backward = functools.partial(
-        triton.routed_backward,
+        triton.backward,
         x,
-        order,
         sizes,
         _matrices(gate_up, down),
         down,
         kept if hidden is None else hidden,
         d_out.astype(x.dtype),
+        order,
         layer,
     )
     if shares:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, takes_unsorted_rows
+from pallas_kernels.grouped_mlp import grouped_mlp, takes_unsorted_rows
 
 
 def sort_by_expert(
@@ -50,7 +50,7 @@ def own_expert_mlp(
     the last."""
     if takes_unsorted_rows():
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
-        return routed_mlp(x, order, counts[: gate_up.shape[0]], gate_up, down)
+        return grouped_mlp(x, counts[: gate_up.shape[0]], gate_up, down, order)
     return through_groups(
         x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down)
     )

@@ -51,21 +51,10 @@ from pallas_kernels import tiles
 from pallas_kernels.tiles import ProductTile as Tile
 
 
-def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.grouped_mlp`."""
-    return routed_forward(rows, None, sizes, gate_up, down)
-
-
-def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `pallas_kernels.grouped_mlp`."""
-    return routed_backward(rows, None, sizes, gate_up, down, hidden, d_out)
-
-
-def routed_forward(
-    x, order, sizes, gate_up, down, layer=None, keep=True, stack=None
+def forward(
+    x, sizes, gate_up, down, order=None, layer=None, keep=True, stack=None
 ) -> tuple[jax.Array, Any]:
-    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless
-    `keep`.
+    """See `pallas_kernels.grouped_mlp`: out [N, D] and hidden [M, 2 F], or None unless `keep`.
 
     With a `layer`, its number, weights are stacks [L, E, ..]; they are read in place. Given a
     `stack` [L, M, 2 F], hidden is the stack with the layer's own in its place.
@@ -81,8 +70,8 @@ def routed_forward(
     return out, hidden[0] if keep else None
 
 
-def routed_backward(
-    x, order, sizes, gate_up, down, hidden, d_out, layer=None, into=None
+def backward(
+    x, sizes, gate_up, down, hidden, d_out, order=None, layer=None, into=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of x, and of both weights in float32.
 
@@ -140,9 +129,9 @@ def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
     return lane, jnp.where(lane == experts, num - jnp.sum(sizes), sizes)
 
 
-def _block_of(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Block:
+def _block_of(refs, num: int, side: int, tile) -> _Block:
     """The rows and the group of the tile with this number."""
-    lane, sizes = _groups(sizes_ref, num)
+    lane, sizes = _groups(refs["sizes"], num)
     blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
     group = jnp.sum((jnp.cumsum(blocks) <= tile).astype(jnp.int32))
     before = lane < group
@@ -151,8 +140,8 @@ def _block_of(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Bl
     )
     inside = lanes < jnp.sum(jnp.where(lane == group, sizes, 0))
     rows = jnp.minimum(jnp.sum(jnp.where(before, sizes, 0)) + lanes, num - 1)
-    lead = _lead(layer_ref, group)
-    return _Block(lead, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
+    lead, live = _lead(refs["layer"], group), group < refs["sizes"].shape[0]
+    return _Block(lead, live, inside, rows, _tokens(refs["order"], rows), num)
 
 
 def _lead(layer_ref, group) -> tuple[jax.Array, ...]:
@@ -164,7 +153,7 @@ def _tokens(order_ref, rows):
 
 
 class _Route(NamedTuple):
-    """The places of rows and the weights that they use; see `routed_forward`."""
+    """The places of rows and the weights that they use; see `forward`."""
 
     order: jax.Array | None
     sizes: jax.Array
@@ -177,40 +166,28 @@ def _by_rows(
     """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and
     perhaps one more. The first result takes the place of `into`, a stack."""
     order, sizes, layer = route
+    layer = None if layer is None else layer.reshape(1)
     x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, dtype=x.dtype)
-    optional = {
-        "layer": None if layer is None else layer.reshape(1),
-        "order": order,
-        "more": more,
-        "into": into,
-    }
-    present = {name: a for name, a in optional.items() if a is not None}
 
-    def kernel(sizes_ref, x_ref, w_ref, *refs):
-        ref_of = dict.fromkeys(optional) | dict(zip(present, refs, strict=False))
-        block = _block_of(
-            sizes_ref, ref_of["layer"], ref_of["order"], num, tile.rows, tiles.program_id(1)
-        )
-        inputs = (x_ref, w_ref) if more is None else (x_ref, w_ref, ref_of["more"])
-        body(block, tile, *inputs, *refs[len(present) :])
+    def kernel(refs, *results):
+        body(_block_of(refs, num, tile.rows, tiles.program_id(1)), tile, refs, *results)
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
-    operands = (sizes, x, w, *present.values())
-    read = [sizes, x, *(a for name, a in present.items() if name != "into")]
-    reads = _bytes(w, 3) + sum(_bytes(a) for a in read)
+    operands = {"sizes": sizes, "x": x, "w": w, "layer": layer, "order": order, "more": more}
+    reads = _bytes(w, 3) + sum(_bytes(a) for a in (sizes, x, layer, order, more) if a is not None)
     written = sum(_bytes(a) for a in outs)
     return tiles.call(
         kernel,
-        *operands,
+        operands | {"into": into},
         name=f"experts_{kind}",
         grid=grid,
         out_shapes=outs,
         work=tiles.Work(2.0 * num * columns * depth * products, moved=(reads, written)),
         warps=tile.warps,
         stages=tile.stages,
-        aliases={} if into is None else {len(operands) - 1: 0},
+        in_place=into is not None,
     )
 
 
@@ -266,7 +243,8 @@ def _columns(tile: Tile, length: int):
     return tiles.within(tiles.program_id(0) * tile.columns, tile.columns, length)
 
 
-def _gate_and_up(block, tile, x_ref, w_ref, *refs):
+def _gate_and_up(block, tile, refs, *results):
+    x_ref, w_ref = refs["x"], refs["w"]
     (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
     columns, real_columns = _columns(tile, width)
@@ -283,7 +261,7 @@ def _gate_and_up(block, tile, x_ref, w_ref, *refs):
         further=(width,),
     )
     gate, up = (product.astype(dtype) for product in products)
-    *hidden_refs, activation_ref = refs
+    *hidden_refs, activation_ref = results
     values = [(activation_ref, _swiglu(gate, up)[0], columns)]
     for ref in hidden_refs:
         values += [(ref, gate, columns), (ref, up, columns + width)]
@@ -292,17 +270,26 @@ def _gate_and_up(block, tile, x_ref, w_ref, *refs):
         tiles.put(ref, value, *lead, rows=rows, columns=side, real=(block.inside, real_columns))
 
 
-def _down(block, tile, x_ref, w_ref, out_ref):
-    width, dim = w_ref.shape[-2:]
+def _down(block, tile, refs, out_ref):
+    width, dim = refs["w"].shape[-2:]
     columns, real_columns = _columns(tile, dim)
     (out,) = _products(
-        block, tile, x_ref, block.rows, w_ref, columns, real_columns, width, transposed=False
+        block,
+        tile,
+        refs["x"],
+        block.rows,
+        refs["w"],
+        columns,
+        real_columns,
+        width,
+        transposed=False,
     )
     real = block.inside, real_columns
     tiles.put(out_ref, out, rows=block.to(block.tokens), columns=columns, real=real)
 
 
-def _d_hidden(block, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref):
+def _d_hidden(block, tile, refs, d_hidden_ref, activation_ref):
+    d_ref, w_ref, hidden_ref = refs["x"], refs["w"], refs["more"]
     width, dim = w_ref.shape[-2:]
     columns, real_columns = _columns(tile, width)
     (d,) = _products(
@@ -322,7 +309,8 @@ def _d_hidden(block, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_re
         tiles.put(ref, value, rows=block.to(block.rows), columns=side, real=inside)
 
 
-def _d_x(block, tile, d_ref, w_ref, d_x_ref):
+def _d_x(block, tile, refs, d_x_ref):
+    d_ref, w_ref = refs["x"], refs["w"]
     dim, depth = w_ref.shape[-2:]
     columns, real_columns = _columns(tile, dim)
     (d_x,) = _products(
@@ -350,18 +338,10 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
     # The rows' numbers are loaded first, which takes two stages: on NVIDIA's chips 3 and 4 are the
     # same code, with one turn's loads in flight; with 5 two turns' are.
     tile = _tile(kernel, height, width, num, dtype=dtype)
-    optional = {"order": order}
-    if layer is not None:
-        optional |= {"layer": layer.reshape(1), "sums": sums}
-    present = {name: a for name, a in optional.items() if a is not None}
 
-    def body(sizes_ref, x_ref, y_ref, *refs):
-        *given_refs, out_ref = refs
-        ref_of = dict.fromkeys(("order", "layer", "sums")) | dict(
-            zip(present, given_refs, strict=True)
-        )
-        group = tiles.program_id(2)
-        lane, sizes = _groups(sizes_ref, num)
+    def body(refs, out_ref):
+        x_ref, y_ref, group = refs["x"], refs["y"], tiles.program_id(2)
+        lane, sizes = _groups(refs["sizes"], num)
         first, size = (
             jnp.sum(jnp.where(lane < group, sizes, 0)),
             jnp.sum(jnp.where(lane == group, sizes, 0)),
@@ -373,7 +353,7 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
             lanes = i * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
             real = None if whole else lanes < size
             rows = first + lanes if whole else jnp.minimum(first + lanes, num - 1)
-            tokens = _tokens(ref_of["order"], rows)
+            tokens = _tokens(refs["order"], rows)
             of_x, of_y = (tokens, rows) if order_of_x else (rows, tokens)
             a = tiles.take(x_ref, rows=of_x, columns=out_rows, real=(real, in_x), dtype=dtype)
             b = tiles.take(y_ref, rows=of_y, columns=columns, real=(real, in_y), dtype=dtype)
@@ -386,10 +366,10 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
         total = jax.lax.fori_loop(
             whole, whole + rest, lambda i, total: total + term(i, False), total
         )
-        lead = _lead(ref_of["layer"], group)
+        lead = _lead(refs["layer"], group)
         if add:
             total += tiles.take(
-                ref_of["sums"], *lead, rows=out_rows, columns=columns, real=(in_x, in_y)
+                refs["sums"], *lead, rows=out_rows, columns=columns, real=(in_x, in_y)
             )
         out_rows, columns = (
             places if real is None else jnp.where(real, places, side)
@@ -397,7 +377,8 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
         )
         tiles.put(out_ref, total, *lead, rows=out_rows, columns=columns, real=(in_x, in_y))
 
-    operands = (sizes, x, y, *present.values())
+    layer = None if layer is None else layer.reshape(1)
+    operands = {"sizes": sizes, "x": x, "y": y, "order": order, "layer": layer, "sums": sums}
     written = 4.0 * sizes.size * height * width
     reads = x.nbytes + y.nbytes + sizes.nbytes + written * add
     if order is not None:
@@ -405,12 +386,12 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, kernel
     shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
         body,
-        *operands,
+        operands,
         name=f"experts_{kernel}",
         grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
         out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
         work=tiles.Work(2.0 * num * height * width, moved=(reads, written)),
         warps=tile.warps,
         stages=tile.stages,
-        aliases={} if layer is None else {len(operands) - 1: 0},
+        in_place=layer is not None,
     )

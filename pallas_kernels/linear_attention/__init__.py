@@ -37,8 +37,6 @@ __all__ = [
     "sums",
 ]
 
-IMPLEMENTATIONS = {"xla": xla, "triton": triton}
-
 
 def linear_attention(
     q: Float[Array, "B S H C"],
@@ -49,7 +47,7 @@ def linear_attention(
     chunk: int | None = None,
 ) -> Float[Array, "B S H C"]:
     """Linear attention of whole sequences on one device; memory grows with S times the chunk."""
-    if chip.choose(IMPLEMENTATIONS) is triton and triton.suits(q, k, v):
+    if chip.runs_kernels("linear_attention") and triton.suits(q, k, v):
         return triton.linear_attention(q, k, v, segments, chunk)
     return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
 
@@ -82,7 +80,7 @@ def sums(
 
     The backward pass computes a chunk's weights again; only the states between chunks are kept.
     """
-    if chip.choose(IMPLEMENTATIONS) is triton and triton.suits(q, k, v):
+    if chip.runs_kernels("linear_attention") and triton.suits(q, k, v):
         return triton.sums(q, k, v, segments, chunk)
     return xla.sums(q, k, v, segments, min(chunk or CHUNK, q.shape[3]))
 

@@ -42,7 +42,7 @@ from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
 from pallas_kernels.linear_attention.shapes import FilledTile, Shape, chunk_of, shape_of
-from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, formats
+from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, flat, flat_like, formats
 
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
@@ -117,18 +117,11 @@ def _parts_bwd(chunk, saved, d):
 _parts.defvjp(_parts_fwd, _parts_bwd)
 
 
-def _call(shape: Shape, kernel, body, inputs, segments, grid, outs, flops, tile=None):
-    """body(refs by name, results)."""
-    if shape.segments:
-        inputs = inputs | {"segments": segments}
+def _call(kernel, body, inputs, segments, grid, outs, flops, tile=None):
     sizes = tile.sizes if tile else Tile(0, 0)
-
-    def run(*refs):
-        body(dict(zip(inputs, refs, strict=False)), *refs[len(inputs) :])
-
     return tiles.call(
-        run,
-        *inputs.values(),
+        body,
+        inputs | {"segments": segments},
         name=f"linear_{kernel}",
         grid=grid,
         out_shapes=outs,
@@ -142,7 +135,7 @@ def _entering(shape: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | Non
     """The states that enter the chunks; None where there is one chunk."""
     if shape.chunks == 1:
         return None
-    states, totals = _states(shape, _flat(k=k, v=v), segments, of_keys=True)
+    states, totals = _states(shape, flat(k=k, v=v), segments, of_keys=True)
     return _carried(shape, states, totals, segments, back=False)
 
 
@@ -158,7 +151,6 @@ def _states(shape: Shape, inputs, segments, of_keys):
     rows = states[0] * shape.chunks * shape.chunk * tile.heads * tile.parts
     flops = 2.0 * rows * shape.wide * across * columns
     return _call(
-        shape,
         "states",
         functools.partial(_states_body, shape, tile, columns, of_keys),
         inputs,
@@ -174,17 +166,16 @@ def _states(shape: Shape, inputs, segments, of_keys):
 
 
 def _carried(shape: Shape, states, totals, segments, back):
-    flat = states.reshape(*states.shape[:2], -1)
-    size = min(CARRIED, tiles.power(flat.shape[-1]))
+    numbers = states.reshape(*states.shape[:2], -1)
+    size = min(CARRIED, tiles.power(numbers.shape[-1]))
     carried, totals = _call(
-        shape,
         "carry",
         functools.partial(_carry_body, shape, size, back),
-        {"states": flat, "totals": totals},
+        {"states": numbers, "totals": totals},
         segments,
-        (len(flat), -(-flat.shape[-1] // size) + 1),
+        (len(numbers), -(-numbers.shape[-1] // size) + 1),
         [
-            jax.ShapeDtypeStruct(flat.shape, shape.dtype),
+            jax.ShapeDtypeStruct(numbers.shape, shape.dtype),
             jax.ShapeDtypeStruct(totals.shape, jnp.float32),
         ],
         0.0,
@@ -196,13 +187,12 @@ def _outputs(shape: Shape, q, k, v, segments, states):
     tile = shape.tile_of("outputs")
     like = q.shape, shape.dtype if shape.whole else jnp.float32
     out, denominator = _call(
-        shape,
         "outputs",
         functools.partial(_outputs_body, shape, tile),
-        _flat(q=q, k=k, v=v) | _named(states),
+        flat(q=q, k=k, v=v) | {"entering": states},
         segments,
         _grid_of_queries(shape, tile),
-        [_result(*like), _result(q.shape[:3], jnp.float32)],
+        [flat_like(*like), flat_like(q.shape[:3], jnp.float32)],
         _flops(shape, tile, 2),
         tile,
     )
@@ -214,15 +204,14 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     `raw` are the keys before their features are made."""
     q, k, v, d = (inputs[name] for name in ("q", "k", "v", "d"))
     tile = shape.tile_of("d_queries")
-    results = {"dq": _result(q.shape, q.dtype)}
+    results = {"dq": flat_like(q.shape, q.dtype)}
     if shape.whole:  # with these the other kernels need neither the output nor the denominator
-        results["d_denominator"] = results["factor"] = _result(q.shape[:3], jnp.float32)
+        results["d_denominator"] = results["factor"] = flat_like(q.shape[:3], jnp.float32)
         results["q"] = results["dq"]
     arrays = _call(
-        shape,
         "d_queries",
         functools.partial(_d_queries_body, shape, tile),
-        _flat(**inputs) | _named(states),
+        flat(**inputs) | {"entering": states},
         segments,
         _grid_of_queries(shape, tile),
         list(results.values()),
@@ -231,40 +220,23 @@ def _gradients(shape: Shape, inputs, raw, segments, states):
     )
     arrays = dict(zip(results, arrays, strict=True))
     dq = arrays.pop("dq")
-    operands = _flat(q=q, d=d, d_denominator=inputs.get("d_denominator")) | arrays
+    operands = flat(q=q, d=d, d_denominator=inputs.get("d_denominator")) | arrays
     states = None
     if shape.chunks > 1:
         products, totals = _states(shape, operands, segments, of_keys=False)
         states = _carried(shape, products, totals, segments, back=True)
     tile = shape.tile_of("d_keys")
     dk, dv = _call(
-        shape,
         "d_keys",
         functools.partial(_d_keys_body, shape, tile),
-        operands | _flat(k=k, v=v, raw=raw) | _named(states),
+        operands | flat(k=k, v=v, raw=raw) | {"entering": states},
         segments,
         (shape.batch * shape.num_kv, -(-shape.length // tile.keys)),
-        [_result(x.shape, x.dtype) for x in (k, v)],
+        [flat_like(x.shape, x.dtype) for x in (k, v)],
         _flops(shape, tile, 4),
         tile,
     )
     return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-
-
-def _named(states) -> dict[str, jax.Array]:
-    return {} if states is None else dict(zip(("states", "totals"), states, strict=True))
-
-
-def _flat(**arrays: jax.Array | None) -> dict[str, jax.Array]:
-    """[B, S, heads, ..] as the kernels take them, tokens times heads in a row: no copy."""
-    return {
-        name: x.reshape(len(x), -1, *x.shape[3:]) for name, x in arrays.items() if x is not None
-    }
-
-
-def _result(shape, dtype) -> jax.ShapeDtypeStruct:
-    """The same of one that a kernel writes."""
-    return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
 
 
 def _grid_of_queries(shape: Shape, tile: FilledTile) -> tuple[int, int]:
@@ -364,11 +336,11 @@ def _states_body(shape: Shape, tile: FilledTile, columns, of_keys, refs, states,
         block = n * steps + i
         if of_keys:
             rows = _keys_of(shape, tile.queries, batch, kv_head, block)
-            x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
+            x = _only(rows.load(refs["k"]), rows.ids(refs["segments"]), document)
             products += tiles.dot(x, rows.load(refs["v"], place), transpose_x=True)
             return products, total + _wide(x).sum(0)
         rows = _queries_of(shape, tile, batch, (kv_head * tile.parts + part) * tile.heads, block)
-        x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
+        x = _only(rows.load(refs["q"]), rows.ids(refs["segments"]), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
         if shape.whole:
             x = tiles.narrow(_times(_wide(x), _factor(shape, rows, refs), 1), shape.dtype)
@@ -459,22 +431,23 @@ def _along(x):
 def _totals(shape: Shape, refs, state, n, columns=None):
     start, size = (jnp.int32(0), shape.wide) if columns is None else columns
     places, real = tiles.within(start, size, shape.channels)
-    return tiles.load_masked(refs["totals"].at[state, n, places], real)[None]
+    return tiles.load_masked(refs["entering"][1].at[state, n, places], real)[None]
 
 
 def _slice_of_state(shape: Shape, refs, state, n, columns, by_row=True):
     """Some rows of a state, or some columns."""
+    states, _ = refs["entering"]
     some, real = tiles.within(columns[0], columns[1], shape.channels)
     places, real_places = tiles.within(jnp.int32(0), shape.wide, shape.channels)
     if by_row:
         masks = real, real_places
-        return tiles.take(refs["states"], state, n, rows=some, columns=places, real=masks)
-    return tiles.take(refs["states"], state, n, rows=places, columns=some, real=(real_places, real))
+        return tiles.take(states, state, n, rows=some, columns=places, real=masks)
+    return tiles.take(states, state, n, rows=places, columns=some, real=(real_places, real))
 
 
 def _outputs_body(shape: Shape, tile: FilledTile, refs, out, denominator):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, tile)
-    q_ids = rows.ids(refs.get("segments"))
+    q_ids = rows.ids(refs["segments"])
     carry = jnp.zeros((tile.rows, shape.wide), jnp.float32), jnp.zeros(tile.rows, jnp.float32)
     if shape.chunks > 1:
         document = _last(shape, refs, batch, n - 1)
@@ -495,7 +468,7 @@ def _outputs_body(shape: Shape, tile: FilledTile, refs, out, denominator):
             _across(rows.tokens),
             _along(keys.tokens),
             _across(q_ids),
-            _along(keys.ids(refs.get("segments"))),
+            _along(keys.ids(refs["segments"])),
         )
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
         numerator += tiles.dot(tiles.narrow(weights, shape.dtype), keys.load(refs["v"]))
@@ -508,7 +481,7 @@ def _outputs_body(shape: Shape, tile: FilledTile, refs, out, denominator):
 
 def _d_queries_body(shape: Shape, tile: FilledTile, refs, dq, *more):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(shape, tile)
-    q_ids, factor = rows.ids(refs.get("segments")), None
+    q_ids, factor = rows.ids(refs["segments"]), None
     if shape.whole:
         factor = 1 / rows.load(refs["denominator"], other=1)
         d_total = -(_wide(rows.load(refs["d"])) * _wide(rows.load(refs["out"]))).sum(1) * factor
@@ -536,7 +509,7 @@ def _d_queries_body(shape: Shape, tile: FilledTile, refs, dq, *more):
             _across(rows.tokens),
             _along(keys.tokens),
             _across(q_ids),
-            _along(keys.ids(refs.get("segments"))),
+            _along(keys.ids(refs["segments"])),
         )
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
         d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), shape.dtype)
@@ -554,7 +527,7 @@ def _d_keys_body(shape: Shape, tile: FilledTile, refs, dk, dv):
     state, j = tiles.program_id(0), tiles.program_id(1)
     batch, kv_head = lax.div(state, shape.num_kv), lax.rem(state, shape.num_kv)
     keys, n = _keys_of(shape, tile.keys, batch, kv_head, j), lax.div(j * tile.keys, shape.chunk)
-    k_ids = keys.ids(refs.get("segments"))
+    k_ids = keys.ids(refs["segments"])
     zero = jnp.zeros((tile.keys, shape.wide), jnp.float32)
     carry = zero, zero
     if shape.chunks > 1:
@@ -579,7 +552,7 @@ def _d_keys_body(shape: Shape, tile: FilledTile, refs, dk, dv):
         seen = _seen(
             _along(rows.tokens),
             _across(keys.tokens),
-            _along(rows.ids(refs.get("segments"))),
+            _along(rows.ids(refs["segments"])),
             _across(k_ids),
         )
         weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)

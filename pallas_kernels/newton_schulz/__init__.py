@@ -36,5 +36,5 @@ def orthogonalize(
     x = (x / jnp.maximum(norm, eps)).astype(dtype)
     if tall:
         x = jnp.swapaxes(x, -1, -2)
-    x = chip.choose(IMPLEMENTATIONS).iterate(x, polynomials, dtype)
+    x = chip.choose("newton_schulz", IMPLEMENTATIONS).iterate(x, polynomials, dtype)
     return jnp.swapaxes(x, -1, -2) if tall else x

@@ -90,13 +90,15 @@ def sum_rows(
     precision: PrecisionLike = None,
 ) -> jax.Array:
     """einsum of x and y over their rows "n", float32."""
-    return chip.choose(IMPLEMENTATIONS).sum_rows(x_spec, y_spec, w_spec, x, y, precision)
+    return chip.choose("products", IMPLEMENTATIONS).sum_rows(
+        x_spec, y_spec, w_spec, x, y, precision
+    )
 
 
 def times_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [n, d] times w [v, d] transposed, both of one number format, accumulated and given in
     float32."""
-    return chip.choose(IMPLEMENTATIONS).times_rows(x, w)
+    return chip.choose("products", IMPLEMENTATIONS).times_rows(x, w)
 
 
 def dot(

@@ -30,7 +30,7 @@ def read(
     h: Float[Array, "*N D"], scale: Float[Array, "D"], eps: float, dtype: Any
 ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"]]:
     """The norm h / rms(h) * scale in `dtype`, and h: a caller that needs both takes h from here."""
-    return chip.choose(IMPLEMENTATIONS).read(h, scale, eps, dtype)
+    return chip.choose("residual_norm", IMPLEMENTATIONS).read(h, scale, eps, dtype)
 
 
 def join(
@@ -40,7 +40,7 @@ def join(
     gate: Float[Array, "*N"] | None = None,
 ) -> Float[Array, "*N D"]:
     """(gate y + y_bias) y_scale + (h + h_bias) h_scale; no gate is 1."""
-    return chip.choose(IMPLEMENTATIONS).join(y, h, how, gate)
+    return chip.choose("residual_norm", IMPLEMENTATIONS).join(y, h, how, gate)
 
 
 def join_and_read(
@@ -59,5 +59,5 @@ def join_and_read(
     The product is of numbers in `kernel_dtype`, which may be wider than `dtype`: a router chooses
     by it.
     """
-    operator = chip.choose(IMPLEMENTATIONS)
+    operator = chip.choose("residual_norm", IMPLEMENTATIONS)
     return operator.join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype)

@@ -194,12 +194,6 @@ def _tile(rows: int, columns: int, kernel: str) -> _Tile:
     return _Tile(rows, columns, tall, wide, -(-rows // (tall * sizes.programs)), warps)
 
 
-def _call(body, tile: _Tile, arrays, out_shapes, name: str):
-    return tiles.call(
-        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=tile.warps
-    )
-
-
 class _Block:
     """A program's access to its rows of the arrays, from `row` on."""
 
@@ -249,15 +243,13 @@ def _forward(y, h, how, scale, eps, dtype):
     name = "residual_join_and_read"
     tile = _tile(h.size // shape[-1], shape[-1], name)
 
-    def body(y, h, y_scale, y_bias, h_scale, h_bias, scale, after, x, inverse):
+    def body(refs, after, x, inverse):
         first = tiles.program_id(0) * tile.tall * tile.steps
-        columns = [
-            _Block(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)
-        ]
+        columns = [_Block(tile, first).vector(ref) for ref in (*refs["how"], refs["scale"])]
 
         def step(i, _):
             block = _Block(tile, first + i * tile.tall)
-            joined = _joined(block.take(y), block.take(h), columns[:4])
+            joined = _joined(block.take(refs["y"]), block.take(refs["h"]), columns[:4])
             r = _inverse_rms(joined, tile.columns, eps)
             block.give(after, joined)
             block.give(x, joined * r * columns[4])
@@ -271,8 +263,10 @@ def _forward(y, h, how, scale, eps, dtype):
         tile.like(dtype),
         jax.ShapeDtypeStruct((tile.rows,), jnp.float32),
     ]
-    arrays = [_flat(y), _flat(h), *how, scale]
-    after, x, inverse = _call(body, tile, arrays, shapes, name)
+    operands = {"y": _flat(y), "h": _flat(h), "how": how, "scale": scale}
+    after, x, inverse = tiles.call(
+        body, operands, name=name, grid=(tile.programs,), out_shapes=shapes, warps=tile.warps
+    )
     return after.reshape(shape), x.reshape(shape), inverse.reshape(shape[:-1])
 
 
@@ -292,26 +286,23 @@ def _backward(
     d_x: tuple[jax.Array, ...] = (),
     joined: Any = None,
 ) -> _Gradients:
-    """Gradients of a stream's join with `joined` (y, how, gate), and then its norm (scale, eps).
-
-    `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
-    """
-    shape = h.shape
-    parts = ["join"] * (joined is not None) + ["read"] * (norm is not None)
-    name = f"residual_{'_and_'.join(parts)}_gradients"
-    tile = _tile(h.size // shape[-1], shape[-1], name)
-    _, how, gate = joined or (h, None, None)
+    """Gradients of a stream's join with `joined` (y, how, gate), and then its norm (scale, eps), from
+    `d_h`, those of the stream after it, and `d_x`, those of the norm, to be added up."""
+    name = f"residual_{'_and_'.join(['join'] * bool(joined) + ['read'] * bool(norm))}_gradients"
+    tile = _tile(h.size // h.shape[-1], h.shape[-1], name)
+    y, how, gate = joined or (None, None, None)
     scale, eps = norm or (None, 0.0)
-    inputs, outputs, names = _operands(tile, h, d_h, scale, d_x, joined)
+    operands = {"h": _flat(h), "d_h": _flat(d_h), "d_x": tuple(map(_flat, d_x)), "scale": scale}
+    if joined is not None:
+        operands |= {"y": _flat(y), "how": how, "gate": None if gate is None else gate.reshape(-1)}
+    outputs, names = _results(tile, scale, y, gate)
 
-    def body(*refs):
-        ins = dict(zip(inputs, refs, strict=False))
-        outs = dict(zip(outputs, refs[len(ins) :], strict=True))
+    def body(ins, *refs):
+        outs = dict(zip(outputs, refs, strict=True))
         first = tiles.program_id(0) * tile.tall * tile.steps
         top = _Block(tile, first)
-        vectors = [name for name in (*Joining._fields, "scale") if name in ins]
-        vector = {name: top.vector(ins[name]) for name in vectors}
-        joining = [vector[name] for name in Joining._fields if name in vector]
+        joining: Any = how and Joining(*(top.vector(ref) for ref in ins["how"]))
+        norm_scale = None if scale is None else top.vector(ins["scale"])
 
         def step(i, sums):
             block, sums = _Block(tile, first + i * tile.tall), dict(zip(names, sums, strict=True))
@@ -329,20 +320,20 @@ def _backward(
             if scale is not None:
                 r = _inverse_rms(after, tile.columns, eps)
                 x = after * r
-                of_norm = sum(block.take(ins[f"d_x{number}"]) for number in range(len(d_x)))
+                of_norm = sum(block.take(ref) for ref in ins["d_x"])
                 add("scale", of_norm * x)
-                of_norm = of_norm * vector["scale"]
+                of_norm = of_norm * norm_scale
                 d += r * (of_norm - x * ((of_norm * x).sum(1, keepdims=True) / tile.columns))
             if how is not None:
                 add("total", d)
                 add("by_y", d * y)
                 add("by_h", d * stream)
-                d_y = d * vector["y_scale"]
+                d_y = d * joining.y_scale
                 if gate is not None:
                     block.give_each(outs["gate"], (d_y * branch).sum(1, keepdims=True))
                     d_y *= factor
                 block.give(outs["y"], d_y)
-                d *= vector["h_scale"]
+                d *= joining.h_scale
             block.give(outs["h"], d)
             return tuple(sums.values())
 
@@ -353,39 +344,36 @@ def _backward(
             row = tiles.program_id(0) * len(names) + i
             tiles.store(outs["sums"].at[row, top.columns], x[0], mask=mask)
 
-    results = _call(body, tile, list(inputs.values()), list(outputs.values()), name)
+    shapes = [*outputs.values()]
+    results = tiles.call(
+        body, operands, name=name, grid=(tile.programs,), out_shapes=shapes, warps=tile.warps
+    )
     arrays = dict(zip(outputs, results, strict=True))
     shares = arrays["sums"].reshape(tile.programs, len(names), tile.columns)
     sums = dict(zip(names, shares.sum(0), strict=True))
     return _Gradients(
-        arrays["h"].reshape(shape).astype(h.dtype),
+        arrays["h"].reshape(h.shape).astype(h.dtype),
         sums.get("scale"),
-        arrays["y"].reshape(shape) if how is not None else None,
+        arrays["y"].reshape(h.shape) if how is not None else None,
         arrays["gate"].reshape(gate.shape) if gate is not None else None,
         [sums[name] for name in names if name != "scale"],
     )
 
 
-def _operands(tile, h, d_h, scale, d_x, joined) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Operands and results of `_backward`'s kernel, by name, and the names of the sums, which it
-    makes side by side."""
-    y, how, gate = joined or (h, None, None)
-    inputs: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
-    inputs |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
+def _results(tile: _Tile, scale, y, gate) -> tuple[dict[str, Any], list[str]]:
+    """Results of `_backward`'s kernel, by name, and the names of the sums, which it makes side by
+    side."""
     outputs: dict[str, Any] = {"h": tile.like(jnp.float32)}
     names = []
     if scale is not None:
-        inputs["scale"] = scale
         names.append("scale")
-    if how is not None:
-        inputs |= {"y": _flat(y), **how._asdict()}
+    if y is not None:
         outputs["y"] = tile.like(y.dtype)
         names += ["total", "by_y", "by_h"]
     if gate is not None:
-        inputs["gate"] = gate.reshape(-1)
         outputs["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
     outputs["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
-    return inputs, outputs, names
+    return outputs, names
 
 
 def _flat(x):

@@ -181,7 +181,7 @@ def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
     chosen = []
     for of in (CPU, H200, MI300X):
         with chip.making(of):
-            chosen.append(chip.choose(offered))
+            chosen.append(chip.choose("attention", offered))
     assert chosen == [2, 1, 3]
 
 

@@ -68,7 +68,8 @@ def product(x, y, *, tile, warps=4):
 
     rows, inner, columns = len(x), len(y), y.shape[1]
 
-    def body(x, y, out):
+    def body(refs, out):
+        x, y = refs["x"], refs["y"]
         down, across = (tiles.slice_of(tiles.program_id(dim) * tile, tile) for dim in (0, 1))
 
         def add(i, total):
@@ -80,8 +81,7 @@ def product(x, y, *, tile, warps=4):
 
     return tiles.call(
         body,
-        x,
-        y,
+        {"x": x, "y": y},
         name=f"product_{tile}",
         grid=(rows // tile, columns // tile),
         out_shapes=jax.ShapeDtypeStruct((rows, columns), x.dtype),

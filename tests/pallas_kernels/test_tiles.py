@@ -29,14 +29,15 @@ def test_the_guards_show_reads_and_writes_beyond_an_array(length):
     x = jnp.arange(1.0, length + 1)
 
     def copied(stretches):
-        def body(x, out):
+        def body(refs, out):
+            x = refs["x"]
             for start in range(0, 32 * stretches, 32):
                 places, own = tiles.within(jnp.int32(start), 32, length)
                 tiles.store(out.at[places], tiles.load(x.at[places], mask=own, other=0), mask=own)
 
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
         with chip.making(chip.Chip("cpu", "gfx942")):
-            return tiles.call(body, x, name="copied", grid=(1,), out_shapes=like)
+            return tiles.call(body, {"x": x}, name="copied", grid=(1,), out_shapes=like)
 
     np.testing.assert_array_equal(copied(-(-length // 32)), x)
     if length % 32 == 0:

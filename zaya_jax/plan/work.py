@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from pallas_kernels import chip
 from pallas_kernels.attention.triton import visited
-from pallas_kernels.cross_entropy.xla import chunk_rows
+from pallas_kernels.cross_entropy import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import MAX_WORD_SHARE
 from zaya_jax.optim.muon import newton_schulz_flops
