@@ -356,8 +356,8 @@ def main() -> int:
     card = chip.chip_of(device)
     about = {"platform": card.platform, "kind": card.kind, "name": device.device_kind}
     send(about | {"devices": jax.device_count()})
-    request = json.loads(sys.stdin.readline() or "null")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    request = json.load(sys.stdin)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     if request:
         target = Chip(*request["as"]) if request.get("as") else card
         until = time.monotonic() + request["seconds"]
@@ -369,8 +369,9 @@ def main() -> int:
     return 0
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()  # ends when the parent does
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
     os._exit(1)
 
 

@@ -7,22 +7,20 @@ zaya1_base's. Children try (`trying`), so a compiler that crashes, a fault of th
 that never ends costs that tile's place and no more. An operator's kernels are taken if they are
 right in all cases and faster than XLA's; a case that was not reached decides nothing.
 
-Printed are the gains over the tiles that ship. Runs on this machine take what was found by
-themselves, from ~/.cache/zaya_jax/tiles.json, as long as card, driver, JAX and the kernels' source
-stay the same.
+Printed are the times of XLA's, of the tiles that ship, and of the best of each. Runs on this
+machine take what was found by themselves, from ~/.cache/zaya_jax/tiles.json, as long as card,
+driver, JAX and the kernels' source stay the same.
 """
 
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,9 +48,10 @@ def measure(
 ) -> tuple[Chip, str, dict[str, Any], list[Row]]:
     """The card, its name, what was asked (`request(number of devices)`), and what became of each
     implementation. RuntimeError without a GPU. For tests: other programs, a card to pretend."""
-    about = next(_answers(program, None, START))
-    if isinstance(about, str):
-        raise RuntimeError(f"the process that tries {about}")
+    answers, fault = _answers(program, None, START)
+    if not answers:
+        raise RuntimeError(f"the process that tries {fault}")
+    about = answers[0]
     card = pretend or Chip(about["platform"], about["kind"])
     if card.maker not in ("cuda", "rocm"):
         raise RuntimeError("no GPU is here; python -m benchmarks.kernels interprets kernels")
@@ -62,14 +61,13 @@ def measure(
     while True:
         before, begun = len(rows), ["", "", ""]
         told = {"asked": asked, "rows": rows, "seconds": until - time.monotonic(), "alone": alone}
-        for answer in _answers(program, told | {"as": pretend and list(pretend[:2])}, each):
-            if isinstance(answer, str):
-                fault = answer
-            elif answer.get("end"):
+        answers, fault = _answers(program, told | {"as": pretend and list(pretend[:2])}, each)
+        for answer in answers:
+            if answer.get("end"):
                 return card, about["name"], asked, rows
-            elif "row" in answer:
+            if "row" in answer:
                 rows.append(answer["row"])
-            begun = answer.get("begin", begun) if isinstance(answer, dict) else begun
+            begun = answer.get("begin", begun)
         if begun[2] and not (rows and [rows[-1][n] for n in NAMES] == begun):
             rows.append(dict(zip(NAMES, begun, strict=True)) | {"fault": fault})
         if alone and len(rows) == before:
@@ -79,55 +77,42 @@ def measure(
 
 def _answers(
     program: Sequence[str], request: dict | None, each: float
-) -> Iterator[dict[str, Any] | str]:
-    """What a child answers, line by line; at last, in words, why it ended. It ends with the loop
-    over this."""
+) -> tuple[list[dict[str, Any]], str]:
+    """What a child answers until its end, and in words why it ended."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    lines: queue.Queue[str] = queue.Queue()
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | ours,
-            start_new_session=True,
-        ) as process,
-    ):
-
-        def read() -> None:
-            for line in process.stdout or ():
-                lines.put(line)
-            lines.put("")
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answers, errors = (Path(folder, name) for name in ("asked", "answers", "errors"))
+        asked.write_text(json.dumps(request))
+        with asked.open() as given, answers.open("w") as out, errors.open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *program],
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env=os.environ | ours,
+                start_new_session=True,
+            )
+        seen = -1
         try:
-            with contextlib.suppress(OSError):
-                print(json.dumps(request), file=process.stdin, flush=True)
-            line = lines.get(timeout=START)  # from a slow disk
-            while line:
-                yield json.loads(line)
-                line = lines.get(timeout=each)
-            code = process.wait()
-            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            errors.seek(0)
-            last = errors.read().strip().rpartition("\n")[2][:160]
-            yield f"ended the process ({name})" + (f": {last}" if last else "")
-        except queue.Empty:
-            yield f"did not end within {each:.0f} s"
+            # As long as it says something within the time; its first words may come from a slow disk.
+            while process.poll() is None and (size := answers.stat().st_size) > seen:
+                seen = size
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(each if size else START)
+            code = process.poll()
         finally:  # with all that it started
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # Closing flushes a request that a child has not read, which is no error of ours.
-            with contextlib.suppress(OSError):
-                assert process.stdin is not None
-                process.stdin.close()
-            # It must be at the end of its input before that is closed.
-            reader.join(START)
+            process.wait()
+        # A line that its end cut short is no answer.
+        lines = answers.read_text().rpartition("\n")[0].splitlines()
+        fault = f"did not end within {each:.0f} s"
+        if code is not None:
+            name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            last = errors.read_text().strip().rpartition("\n")[2][:160]
+            fault = f"ended the process ({name})" + (f": {last}" if last else "")
+        return [json.loads(line) for line in lines], fault
 
 
 def make_record(
@@ -183,39 +168,28 @@ def verdict(
 
 
 def describe(asked: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """A line for each operator: what a run takes, and its gains."""
+    """A line for each operator: what a run takes, and the times; then its tiles and faults."""
     lines = []
     for operator in asked["operators"]:
         times, best = verdict(asked, operator, rows)
-        faults = [
-            f"{row['name']}, {row['case']}: {row['fault']}"
-            for row in rows
-            if row["operator"] == operator
-            and "fault" in row
-            and row["name"] in (XLA, SHIPPED, BEST)
-        ]
-        if not times:
-            line = "not tried to its end: as it ships"
-        elif best == XLA:
-            ours = min((t for name, t in times.items() if name != XLA), default=np.inf)
-            gain = times.get(XLA, np.inf) / ours
-            line = f"XLA's (ours is {gain:.2g}x as fast)" if gain < np.inf and gain else "XLA's"
-        else:
-            of_xla = f"{times[XLA] / times[best]:.2f}x XLA's" if XLA in times else "XLA's failed"
-            of_shipped = times.get(SHIPPED, np.inf) / times[best]
-            line = f"{1e3 * times[best]:.3f} ms, {of_xla}, {of_shipped:.2f}x what ships"
-            if best == BEST:
-                tiles = trying.best_of_each(rows, trying.request_cases(asked, operator))
-                line += "".join(
-                    f"\n  {kernel}: {' '.join(f'{n} {size}' for n, size in tile.items())}"
-                    for kernel, tile in tiles.items()
-                )
-        lines.append(f"{operator}: {line}" + "".join(f"\n  {fault}" for fault in faults))
+        line, tiles = "not tried to its end: as it ships", dict[str, Any]()
+        if times:
+            measured = (f"{name} {1e3 * seconds:.3f} ms" for name, seconds in times.items())
+            line = f"a run takes {best}: {', '.join(measured)}"
+        if best == BEST:
+            tiles = trying.best_of_each(rows, trying.request_cases(asked, operator))
+        lines.append(f"{operator}: {line}")
+        for kernel, tile in tiles.items():
+            lines.append(f"  {kernel}: {' '.join(f'{name} {size}' for name, size in tile.items())}")
+        for row in rows:
+            judged = row["operator"] == operator and row["name"] in (XLA, SHIPPED, BEST)
+            if judged and "fault" in row:
+                lines.append(f"  {row['name']}, {row['case']}: {row['fault']}")
     return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints the gains, and writes what runs take."""
+    """Measures, prints the times, and writes what runs take."""
     from zaya_jax import cli
     from zaya_jax.config import read_config
     from zaya_jax.training import kernels

@@ -180,6 +180,8 @@ def test_experts_in_stacks_and_another_tile_are_tried_as_the_step_runs_them():
     assert not faults(rows)
     names = {row["name"] for row in rows if row["case"] == "in stacks"}
     assert len(names) >= 8 and {XLA, SHIPPED} < names
+    for row in rows:  # ours are interpreted here, and slow
+        row["seconds"] = 9.0 if row["name"] == XLA else 1.0
     record = tune.make_record(here, name, request, rows)
     assert set(record["tiles"]) == {
         f"experts_{kernel}"
