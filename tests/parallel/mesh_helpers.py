@@ -78,7 +78,7 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np
     tokens = rng.integers(0, 64, (rows, length + 1)).astype(np.int32)
     segments = (1 + np.cumsum(rng.random((rows, length)) < 0.1, 1)).astype(np.int32)
     mask = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
-    mask[3], mask[5] = 0, 1
+    mask[3:4], mask[5:6] = 0, 1
     return {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
@@ -179,11 +179,13 @@ def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bi
     return jax.device_get(run(*arguments(settings, mesh, host, bias)))
 
 
-def compiled(settings: config.Config, num_devices: int) -> jax.stages.Compiled:
+def compiled(
+    settings: config.Config, num_devices: int, host: dict | None = None
+) -> jax.stages.Compiled:
     """The program that `loss_and_gradients` runs: where a test has run it, none is compiled
     again."""
     mesh, run = program(settings, num_devices)
-    return run.lower(*arguments(settings, mesh, batch())).compile()
+    return run.lower(*arguments(settings, mesh, host or batch())).compile()
 
 
 def assert_same(ours, theirs):

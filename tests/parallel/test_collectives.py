@@ -13,7 +13,7 @@ import mesh_helpers as helpers
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from refusals import check_refused, refusal
 from rows import slow
 
@@ -78,19 +78,6 @@ def test_fsdp_keeps_a_part_of_the_weights():
 DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
 
 
-def from_shapes(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat="none", **sizes):
-    """The program of loss and gradients, from shapes alone."""
-    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
-    _, run = helpers.program(settings, devices)
-    model = settings.model
-    bias = jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), "float32")
-    batch = {
-        name: jax.ShapeDtypeStruct((1, rows, length), x.dtype)
-        for name, x in helpers.batch(length=64).items()
-    }
-    return run.lower(zaya.abstract(model, settings.precision), bias, batch).compile()
-
-
 def moved(program):
     """Bytes that come in at a device in the loops over layers, by kind of collective."""
     found = {}
@@ -103,7 +90,8 @@ def moved(program):
 @pytest.mark.parametrize(("settings", "devices"), [slow(DENSE, 8), (GROUPED, 4)])
 def test_what_travels_is_the_formula(settings, devices):
     model, layers = settings.model, settings.model.num_hidden_layers
-    found = moved(from_shapes(settings, devices, tensor=devices, tsp=True))
+    on_mesh = dataclasses.replace(settings, mesh=config.Mesh(tensor=devices, tsp=True))
+    found = moved(helpers.compiled(on_mesh, devices))
     expected = formulas.of_tsp(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
     assert sum(found.values()) == pytest.approx(
         layers * (expected["forward"] + expected["backward"]), rel=1e-9
@@ -151,7 +139,11 @@ def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
         num_hidden_layers=4,
     )
     whole, parted = (
-        from_shapes(wide, n, 1, 4096, "layer", tensor=n, tsp=n > 1).memory_analysis()
+        helpers.compiled(
+            dataclasses.replace(wide, mesh=config.Mesh(tensor=n, tsp=n > 1), remat="layer"),
+            n,
+            helpers.batch(1, 4096),
+        ).memory_analysis()
         for n in (1, 8)
     )
     inputs = 5 * 4 * 4096 + 4 * wide.model.vocab_size * 128
@@ -200,19 +192,19 @@ NARROW = dataclasses.replace(
             LARGE,
             Spread(context=4),
             60,
-            r"seq_len=60 does not divide into 2 x 4 pieces .*; .*set seq_len=64",
+            r"seq_len=60 does not divide into 2 x 4 pieces .*; set seq_len=64",
         ),
         (
             LARGE,
             Spread(context=8),
             16,
-            r"pieces of 1 tokens, but the convolutions look 2 .*; .*set seq_len=32",
+            r"into 2 x 8 pieces of at least 2 tokens, .*; set seq_len=32",
         ),
         (
             LARGE,
             Spread(context=2, tensor=8),
             36,
-            r"seq_len=36 over 2 devices does not divide by config\.mesh\.tensor=8",
+            r"seq_len=36 does not divide .* over 8 that share its loss .*context=2, tensor=8",
         ),
         (
             helpers.DENSE,
@@ -305,23 +297,26 @@ def gated(mlp, num_experts=E):
     return run
 
 
-def on_devices(spread):
+def on_devices(spread, part=slice(None), num_experts=E):
     """The function of whole arrays and its gradients: each device's of its part of the loss, then
-    summed over data."""
-    mlp = gated(functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread))
+    summed over data. Or only a part of these results."""
+    mlp = gated(
+        functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread), num_experts
+    )
 
     def run(x, choice, gate, gate_up, down, d_out):
         y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
         dx, d_gate, *d_weights = pull(d_out)
-        return y, dx, d_gate, *(lax.psum(d, "data") for d in d_weights)
+        if spread.data > 1:
+            d_weights = [lax.psum(d, "data") for d in d_weights]
+        return (y, dx, d_gate, *d_weights)[part]
 
-    out = (OVER_TOKENS, OVER_TOKENS, OVER_TOKENS, EXPERTS, EXPERTS)
     return jax.jit(
         jax.shard_map(
             run,
             mesh=mesh_of(spread),
             in_specs=(*ARGUMENTS, OVER_TOKENS),
-            out_specs=out,
+            out_specs=ARGUMENTS[part],
             check_vma=False,
         )
     )
@@ -392,37 +387,6 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond():
     assert rounds(0 * even) == 0
 
 
-def lowered(spread, num, dim, width, num_experts, backward):
-    """Values alone, or gradients alone, from shapes; `num` tokens per device."""
-    devices = spread.data * spread.expert
-    mesh = mesh_of(spread)
-
-    def shape(spec, *dims, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
-
-    args = (
-        shape(OVER_TOKENS, num * devices, dim),
-        shape(OVER_TOKENS, num * devices, dtype=jnp.int32),
-        shape(OVER_TOKENS, num * devices),
-        shape(EXPERTS, num_experts, dim, 2 * width),
-        shape(EXPERTS, num_experts, width, dim),
-    )
-    mlp = gated(
-        functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread), num_experts
-    )
-
-    def gradients(x, choice, gate, gate_up, down, d_out):
-        return jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)[1](d_out)
-
-    if backward:
-        args = (*args, args[0])
-    body = gradients if backward else mlp
-    in_specs = (*ARGUMENTS, OVER_TOKENS) if backward else ARGUMENTS
-    out_specs = (OVER_TOKENS, OVER_TOKENS, EXPERTS, EXPERTS) if backward else OVER_TOKENS
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped).trace(*args)
-
-
 @pytest.mark.parametrize(
     ("devices", "num", "dim", "width", "num_experts"),
     [(8, 1024, 128, 128, 16), slow(2, 500, 128, 128, 8), slow(4, 500, 128, 32, 8)],
@@ -434,9 +398,13 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
     # Of each round forward there and back; backward cotangents there and back, and later rounds'
     # tokens once more. What the forward pass does is in both programs, since the gate's gradient
     # needs its result.
+    shapes = (devices * num, dim), (num_experts, dim, 2 * width), (num_experts, width, dim)
+    x, gate_up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    choice, gate = (jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32))
     for backward, first, later in ((False, 2, 2), (True, 4, 5)):
-        traced = lowered(Spread(expert=devices), num, dim, width, num_experts, backward)
-        program = traced.lower().compile()
+        part = slice(1, None) if backward else slice(1)
+        run = on_devices(Spread(expert=devices), part, num_experts)
+        program = run.lower(x, choice, gate, gate_up, down, x).compile()
         found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program)]
         assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (
             later if devices > 2 else 0

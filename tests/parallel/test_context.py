@@ -11,7 +11,7 @@ import mesh_helpers
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from rows import slow
 
 from pallas_kernels import chip
@@ -21,13 +21,11 @@ from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
 from zaya_jax.compiled import buffers, hlo, launches
-from zaya_jax.model import zaya
 from zaya_jax.model.cache import LayerSlice
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, linear, ring, tree
-from zaya_jax.parallel.spread import Spread, spread_of
-from zaya_jax.training import step as steps
+from zaya_jax.parallel.spread import Spread
 
 BATCH, LENGTH = 2, 64
 
@@ -40,9 +38,7 @@ def on_sequence(spread, body, out_specs, replicated=0):
     )
 
     def run(*args):
-        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (
-            len(args) - replicated
-        )
+        specs = [PartitionSpec()] * replicated + [cut(spread)] * (len(args) - replicated)
         with jax.default_matmul_precision("highest"):
             return jax.shard_map(
                 body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
@@ -195,10 +191,19 @@ def test_the_ring_needs_no_more_memory_on_more_devices():
 # Skipped blocks, and the balance of work
 
 
-def run_ring(parts, q, k, v, segments, window, monkeypatch):
-    """The ring's output in the sequence's order, and how many pairs of chunks each device attended
-    to."""
-    spread = Spread(context=parts, ring=True)
+def over_chunks(spread, q, k, v, segments, window=None):
+    """Attention's output in the sequence's order, by devices with chunks of it."""
+
+    def body(q, k, v, segments):
+        return attend(q, k, v, window, context.chunks_of(spread, q.shape[1], segments))
+
+    order = context.zigzag(LENGTH, spread.context)
+    out = on_sequence(spread, body, cut(spread))(*(x[:, order] for x in (q, k, v, segments)))
+    return out[:, context.natural(LENGTH, spread.context)]
+
+
+def run_ring(parts, *arrays, monkeypatch):
+    """The ring's output, and how many pairs of chunks each device attended to."""
     visits = []
 
     def counted(*args, **options):
@@ -208,14 +213,9 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
     attention = ring.attention
     monkeypatch.setattr(ring, "attention", counted)
 
-    def body(q, k, v, segments):
-        place = context.chunks_of(spread, q.shape[1], segments)
-        return attend(q, k, v, window, place)
-
-    order = context.zigzag(q.shape[1], parts)
-    out = on_sequence(spread, body, cut(spread))(*(x[:, order] for x in (q, k, v, segments)))
+    out = over_chunks(Spread(context=parts, ring=True), *arrays)
     jax.effects_barrier()
-    return out[:, context.natural(q.shape[1], parts)], np.bincount(visits, minlength=parts).tolist()
+    return out, np.bincount(visits, minlength=parts).tolist()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
     chunk = {"documents": 8, "two documents": 32}.get(case, LENGTH)
     segments = (1 + np.arange(LENGTH)[None] // chunk).astype(np.int32)
     window = np.int32(9) if case == "window" else None
-    out, visits = run_ring(4, q, k, v, segments, window, monkeypatch)
+    out, visits = run_ring(4, q, k, v, segments, window, monkeypatch=monkeypatch)
     assert visits == expected
     np.testing.assert_allclose(
         out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5
@@ -244,17 +244,11 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
 
 @pytest.mark.parametrize("by_ring", [slow(False), True])
 def test_bfloat16(by_ring):
-    spread = Spread(context=4, ring=by_ring)
-    rng = np.random.default_rng(0)
+    rng, one_document = np.random.default_rng(0), np.ones((1, LENGTH), np.int32)
     q, k, v = (
         jnp.asarray(rng.standard_normal((1, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2)
     )
-    order, back = context.zigzag(LENGTH, 4), context.natural(LENGTH, 4)
-
-    def body(q, k, v):
-        return attend(q, k, v, None, context.chunks_of(spread, q.shape[1], None))
-
-    out = on_sequence(spread, body, cut(spread))(q[:, order], k[:, order], v[:, order])[:, back]
+    out = over_chunks(Spread(context=4, ring=by_ring), q, k, v, one_document)
     assert out.dtype == jnp.bfloat16
     exact = reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), scale=0.3)[0]
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
@@ -292,14 +286,6 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
 
 
 B, H, K, C = 2, 4, 2, 8
-ALL = PartitionSpec()
-PARTS = PartitionSpec(None, "context")
-
-
-def mesh_of(size):
-    return jax.make_mesh(
-        (size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
-    )
 
 
 def lay_out(x, size):
@@ -314,14 +300,12 @@ def test_equal_to_one_device(size):
     k, v = (jax.random.normal(key, (B, 16, K, C)) for key in keys[1:])
     # Left padding; and a row with a single key, so that most devices have none.
     valid = jnp.stack([(jnp.arange(16) > 2) & (jnp.arange(16) < 13), jnp.arange(16) == 4])
-    read = jax.shard_map(
-        functools.partial(tree.SplitCache(size).read, scale=0.3),
-        mesh=mesh_of(size),
-        in_specs=(ALL, PARTS, PARTS, ALL),
-        out_specs=ALL,
-        check_vma=False,
-    )
-    out = jax.jit(read)(q, lay_out(k, size), lay_out(v, size), valid)
+
+    def read(q, valid, k, v):
+        return tree.SplitCache(size).read(q, k, v, valid, scale=0.3)
+
+    run = on_sequence(Spread(context=size), read, PartitionSpec(), replicated=2)
+    out = run(q, valid, lay_out(k, size), lay_out(v, size))
     np.testing.assert_allclose(out, decode_attention(q, k, v, valid, scale=0.3), atol=1e-6)
 
 
@@ -337,10 +321,9 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
             held = cache.write(held, x[:, index : index + 1], jnp.int32(index))
         return held.read(), held.stack[::2]
 
-    run = jax.shard_map(
-        fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False
-    )
-    filled, others = jax.jit(run)(x)
+    spread = Spread(context=size)
+    run = on_sequence(spread, fill, (cut(spread), PartitionSpec()), replicated=1)
+    filled, others = run(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above
 
@@ -362,26 +345,34 @@ def documents(length):
     return jnp.asarray(ids)
 
 
-def linear_on_devices(function, size, **options):
-    """The function on whole arrays: cut over devices, put together again."""
-    mapped = jax.shard_map(
-        functools.partial(function, axis="context", **options),
-        mesh=mesh_of(size),
-        in_specs=(PARTS,) * 4,
-        out_specs=PARTS,
-        check_vma=False,
-    )
+def lasp2(spread, **options):
+    """LASP-2 on whole arrays: cut over devices, put together again."""
+    body = functools.partial(linear.lasp2, axis=spread.sequence_axes, **options)
+    mapped = on_sequence(spread, body, cut(spread))
 
-    def run(q, k, v, segments):
-        columns = context.zigzag(q.shape[1], size)
-        out = mapped(*(x[:, columns] for x in (q, k, v, segments)))
+    def run(*arrays):
+        columns = context.zigzag(arrays[0].shape[1], spread.context * spread.tensor)
+        out = mapped(*(x[:, columns] for x in arrays))
         return out[:, np.argsort(columns)]
 
     return run
 
 
-@pytest.mark.parametrize("size", [slow(2), 4, slow(8)])
-def test_linear_attention_is_that_of_one_device(size):
+CPU, MI300X = chip.Chip("cpu", "cpu"), chip.Chip("cpu", "gfx942", ("linear_attention",))
+
+
+@pytest.mark.parametrize(
+    ("spread", "made_for", "chunk"),
+    [
+        slow(Spread(context=2), CPU, 4),
+        (Spread(context=4), CPU, 4),
+        slow(Spread(context=8), CPU, 4),
+        # As with TSP, where the tensor axis carries the sequence too.
+        (Spread(context=2, tensor=2, tsp=True), CPU, None),
+        (Spread(context=2), MI300X, 16),  # kernels, interpreted
+    ],
+)
+def test_linear_attention_is_that_of_one_device(spread, made_for, chunk):
     q, k, v, d_out = inputs(96)
     segments = documents(96)
 
@@ -395,69 +386,39 @@ def test_linear_attention_is_that_of_one_device(size):
         )
         return value, out, *grads
 
-    ours = with_gradients(linear_on_devices(linear.lasp2, size, chunk=4))
+    with chip.making(made_for):
+        ours = with_gradients(lasp2(spread, chunk=chunk))
     theirs = with_gradients(functools.partial(linear_attention, chunk=16))
     assert abs(ours[0] - theirs[0]) <= 1e-6 * np.sum(np.abs(theirs[1] * d_out))
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours[1:], theirs[1:], strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), name
 
 
-def test_a_sequence_over_two_axes():
-    """As with TSP, where the tensor axis carries the sequence too."""
-    mesh = jax.make_mesh(
-        (2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    axes = ("context", "tensor")
-    spec = PartitionSpec(None, axes)
+def test_a_row_of_one_document_needs_no_segments():
     q, k, v, _ = inputs(32)
-    columns = context.zigzag(32, 4)
-    mapped = jax.shard_map(
-        lambda q, k, v: linear.lasp2(q, k, v, axis=axes),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    out = jax.jit(mapped)(*(x[:, columns] for x in (q, k, v)))
-    np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
+    out = lasp2(Spread(context=4))(q, k, v)
+    np.testing.assert_allclose(out, linear_attention(q, k, v), atol=1e-6)
 
 
-def compiled_linear(
-    function, length, size=8, gradient=False, batch=1, heads=H, kv_heads=K, channels=C
-):
-    """One call compiled_linear for shapes alone."""
-    sharding = NamedSharding(mesh_of(size), PARTS)
-
-    def shape(*dims, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct((batch, length, *dims), dtype, sharding=sharding)
-
-    q, k = shape(heads, channels), shape(kv_heads, channels)
-    mapped = jax.shard_map(
-        functools.partial(function, axis="context"),
-        mesh=mesh_of(size),
-        in_specs=(PARTS,) * 4,
-        out_specs=PARTS,
-        check_vma=False,
-    )
+def compiled_linear(length, gradient=False):
+    """One call on eight devices, compiled for shapes alone."""
+    spread = Spread(context=8)
+    mapped = on_sequence(spread, functools.partial(linear.lasp2, axis="context"), cut(spread))
 
     def backward(q, k, v, segments, d_out):
         return jax.vjp(lambda *a: mapped(*a, segments), q, k, v)[1](d_out)
 
-    segments = shape(dtype=jnp.int32)
-    args = (q, k, k, segments, q) if gradient else (q, k, k, segments)
-    return jax.jit(backward if gradient else mapped).lower(*args).compile()
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, C), jnp.float32) for heads in (H, K))
+    args = q, k, k, jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return (jax.jit(backward).lower(*args, q) if gradient else mapped.lower(*args)).compile()
 
 
 @pytest.mark.parametrize("length", [8 * 1024, 512 * 1024])
 def test_one_all_gather_each_way_whatever_the_length(length):
     forward, backward = formulas.gathered_bytes(8, 1, K, C)
-    assert [
-        (c.kind, c.bytes, c.times) for c in hlo.collectives(compiled_linear(linear.lasp2, length))
-    ] == [("all-gather", forward, 1)]
-    both = hlo.collectives(compiled_linear(linear.lasp2, length, gradient=True))
-    assert [(c.kind, c.bytes, c.times) for c in both] == [
-        ("all-gather", n, 1) for n in (forward, backward)
-    ]
+    for gradient, sizes in ((False, [forward]), (True, [forward, backward])):
+        found = hlo.collectives(compiled_linear(length, gradient))
+        assert [(c.kind, c.bytes, c.times) for c in found] == [("all-gather", n, 1) for n in sizes]
 
 
 @pytest.mark.slow
@@ -467,10 +428,7 @@ def test_linear_layers_of_a_model_gather_states_alone(remat):
     not."""
     settings = mesh_helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
     settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
-    mesh, run = mesh_helpers.program(settings, 4)
-    args = mesh_helpers.parameters(settings), zaya.init_balance(settings.model)
-    batch = steps.put_batch(mesh, mesh_helpers.batch(), 1, spread_of(settings.mesh, mesh.shape))
-    found = hlo.collectives(run.lower(*args, batch).compile())
+    found = hlo.collectives(mesh_helpers.compiled(settings, 4))
     gathers = [(c.bytes, c.times) for c in found if c.kind == "all-gather" and c.in_loop]
     model, rows = settings.model, mesh_helpers.ROWS
     expected = formulas.gathered_bytes(4, rows, model.num_key_value_heads, model.head_dim)
@@ -479,7 +437,7 @@ def test_linear_layers_of_a_model_gather_states_alone(remat):
 
 def test_the_states_do_not_wait_for_the_work_within_a_device():
     """The all-gather's operand does not come from the loop over chunks, so both can run at once."""
-    text = compiled_linear(linear.lasp2, 8 * 1024).as_text()
+    text = compiled_linear(8 * 1024).as_text()
     entry = text[text.index("ENTRY") :]
     made = {
         line.split(" = ")[0].split()[-1].lstrip("%"): line

@@ -149,7 +149,7 @@ def test_a_phase_whose_rows_the_processes_cannot_share_does_not_fit_and_has_no_m
 @pytest.mark.parametrize(
     ("index", "keys", "words"),
     [
-        (2, {"mesh": {"context": 3}}, r"phases\[2\]\.seq_len=64 .*phases\[2\]\.mesh\.context = 3"),
+        (2, {"mesh": {"context": 3}}, r"phases\[2\]\.seq_len=64 .*phases\[2\]\.mesh\.context=3"),
         (
             2,
             {"eval_seq_len": 66},

@@ -44,23 +44,15 @@ def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh"
     if data == -1:
         data = 1 if devices is None else devices // others
     if devices is not None and (data < 1 or data * others != devices):
+        way_out = f"set {where}.data={devices // others} or -1"
+        if devices % others:
+            way_out = f"expert x context x tensor must divide {devices}, with {where}.data=-1"
         raise UserError(
             f"{where} has data x expert x context x tensor = {sizes.data} x {sizes.expert} x"
             f" {sizes.context} x {sizes.tensor}, but there are {devices} devices;"
-            f" {_advice(devices, others, where)}"
+            f" {way_out}"
         )
     return {"data": data, **{axis: getattr(sizes, axis) for axis in AXES[1:]}}
-
-
-def _advice(devices: int, others: int, where: str) -> str:
-    if devices % others == 0:
-        return f"set {where}.data={devices // others} or -1"
-    fits = [n for n in range(1, devices + 1) if devices % n == 0]
-    nearest = min(fits, key=lambda n: (abs(n - others), n))
-    return (
-        f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with"
-        f" {where}.data=-1"
-    )
 
 
 def across_nodes(shape: Mapping[str, int], node: int, where: str = "config.mesh") -> list[int]:

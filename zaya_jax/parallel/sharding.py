@@ -10,7 +10,6 @@ anything is compiled.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -74,8 +73,20 @@ def check(
 
     `lengths` are sequence lengths by their config keys, `where` is the group of the sizes.
     """
-    for problem in _problems(config, spread, lengths or {}, where):
-        raise UserError(problem)
+    model = config.model
+    if config.run.lora and spread.tensor > 1:
+        raise UserError(
+            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: LoRA does not"
+            f" support tensor parallelism; give the devices to {where}.data (with fsdp), expert or"
+            " context"
+        )
+    check_kind = _check_dense if model.model_type == "dense" else _check_zaya
+    check_kind(model, spread, where)
+    if spread.fsdp:
+        other = f", or set {where}.fsdp=False"
+        _check_divides(model, "hidden_size", f"{where}.data", spread.data, other)
+    for name, length in (lengths or {}).items():
+        _check_length(model, spread, name, length, where)
 
 
 def check_batch(
@@ -105,84 +116,59 @@ def check_batch(
     )
 
 
-def _problems(config: Config, spread: Spread, lengths: dict[str, int], where: str) -> Iterator[str]:
-    """Everything that a spread cannot divide, each with a way out."""
-    model = config.model
-    if config.run.lora and spread.tensor > 1:
-        yield (
-            f"{where}.tensor={spread.tensor} with config.run.lora={config.run.lora}: LoRA does not"
-            f" support tensor parallelism; give the devices to {where}.data (with fsdp), expert or"
-            " context"
-        )
-    of_model = _problems_of_dense if model.model_type == "dense" else _problems_of_zaya
-    yield from of_model(model, spread, where)
-    if spread.fsdp:
-        for problem in _not_divisible(model, "hidden_size", f"{where}.data", spread.data):
-            yield f"{problem}, or set {where}.fsdp=False"
-    for name, length in lengths.items():
-        yield from _problems_of_length(model, spread, name, length, where)
-
-
-def _problems_of_zaya(model: Model, spread: Spread, where: str) -> Iterator[str]:
+def _check_zaya(model: Model, spread: Spread, where: str) -> None:
     kv, tensor = model.num_key_value_heads, spread.tensor
     if spread.tsp:
         devices = spread.expert * tensor
-        yield from _not_divisible(model, "num_experts", f"{where}.expert x tensor", devices)
+        _check_divides(model, "num_experts", f"{where}.expert x tensor", devices)
     else:
-        yield from _not_divisible(model, "num_experts", f"{where}.expert", spread.expert)
-    yield from _not_divisible(model, "num_attention_heads", f"{where}.tensor", tensor)
+        _check_divides(model, "num_experts", f"{where}.expert", spread.expert)
+    _check_divides(model, "num_attention_heads", f"{where}.tensor", tensor)
     if kv % tensor and tensor % kv:
-        yield (
+        raise UserError(
             f"{where}.tensor={tensor} neither divides nor is a multiple of"
             f" model.num_key_value_heads={kv}; choose a divisor or a multiple of {kv}"
         )
-    if not spread.tsp:
-        yield from _not_divisible(model, "moe_intermediate_size", f"{where}.tensor", tensor)
+    _check_divides(model, "moe_intermediate_size", f"{where}.tensor", spread.head_shards)
 
 
-def _problems_of_dense(model: Model, spread: Spread, where: str) -> Iterator[str]:
+def _check_dense(model: Model, spread: Spread, where: str) -> None:
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        yield from _not_divisible(model, name, f"{where}.tensor", spread.tensor)
+        _check_divides(model, name, f"{where}.tensor", spread.tensor)
     if spread.expert > 1:
-        yield (
+        raise UserError(
             f"{where}.expert={spread.expert}, but a dense model has no experts; set"
             f" {where}.expert=1"
         )
     if spread.tsp and spread.ring:
-        yield (
+        raise UserError(
             f"{where}.ring is set with {where}.tsp, but TSP gathers a dense model's keys and values"
             f" a few heads at a time; set {where}.ring=False"
         )
 
 
-def _problems_of_length(
-    model: Model, spread: Spread, name: str, length: int, where: str
-) -> Iterator[str]:
-    """Why a sequence of this length cannot be cut."""
-    parts = spread.sequence_parts
+def _check_length(model: Model, spread: Spread, name: str, length: int, where: str) -> None:
+    """UserError if a sequence of this length cannot be cut."""
+    parts, shards = spread.sequence_parts, spread.head_shards
     reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
-    unit = 2 * parts * spread.head_shards
-    fits = max(round(length / unit), -(-2 * parts * reach // unit), 1) * unit
-    advice = f"set {name}={fits} (before the run starts), or use fewer devices"
-    if parts > 1 and length % (2 * parts):
-        axes = " x ".join(f"{where}.{axis}" for axis in spread.sequence_axes)
-        yield f"{name}={length} does not divide into 2 x {parts} pieces ({axes} = {parts}); {advice}"
-    if parts > 1 and length // (2 * parts) < reach:
-        yield (
-            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens,"
-            f" but the convolutions look {reach} tokens back; {advice}"
-        )
-    if length // parts % spread.head_shards:
-        yield (
-            f"{name}={length} over {parts} devices does not divide by"
-            f" {where}.tensor={spread.tensor}, whose devices share its loss; {advice}"
-        )
+    least = 2 * parts * reach
+    in_pieces = parts == 1 or (length % (2 * parts) == 0 and length >= least)
+    if in_pieces and length // parts % shards == 0:
+        return
+    unit = 2 * parts * shards
+    fits = max(round(length / unit), -(-least // unit), 1) * unit
+    raise UserError(
+        f"{name}={length} does not divide into 2 x {parts} pieces of at least {reach} tokens, which"
+        f" the convolutions look back, and each device's over {shards} that share its loss"
+        f" ({where}.context={spread.context}, tensor={spread.tensor}); set {name}={fits} (before the"
+        " run starts), or use fewer devices"
+    )
 
 
-def _not_divisible(model: Model, name: str, axis: str, by: int) -> Iterator[str]:
+def _check_divides(model: Model, name: str, axis: str, by: int, other: str = "") -> None:
     size = getattr(model, name)
     if size % by:
-        yield (
+        raise UserError(
             f"config.model.{name}={size} does not divide over {axis}={by}; give it a divisor of"
-            f" {size}"
+            f" {size}{other}"
         )

@@ -107,10 +107,10 @@ def cache_over(mesh: Mesh | None) -> Devices:
 
 def own_columns(x: Array, axis: str) -> Array:
     """This device's columns of x [B, T, ..]."""
-    devices = lax.axis_size(axis)
+    device, devices = lax.axis_index(axis), lax.axis_size(axis)
     x = jnp.pad(x, [(0, -x.shape[i] % devices if i == 1 else 0) for i in range(x.ndim)])
     x = x.reshape(x.shape[0], -1, devices, *x.shape[2:])
-    return lax.dynamic_index_in_dim(x, lax.axis_index(axis), 2, keepdims=False)
+    return lax.dynamic_index_in_dim(x, device, 2, keepdims=False)
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:

@@ -111,6 +111,7 @@ _fetch.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def ring_sum(
     fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int
 ) -> Float[Array, "B S D"]:
@@ -120,11 +121,7 @@ def ring_sum(
     A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn`
     is a plain function, not a closure over traced arrays.
     """
-    return _ring(fn, jnp.dtype(dtype), parts, x, shards)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ring(fn, dtype, parts, x, shards):
     def step(carry, _):
         visiting, y = carry
         following = _pass_on(visiting, parts)
@@ -136,8 +133,8 @@ def _ring(fn, dtype, parts, x, shards):
     return y + fn(x, _wide(visiting))
 
 
-def _ring_fwd(fn, dtype, parts, x, shards):
-    return _ring(fn, dtype, parts, x, shards), (x, shards)
+def _ring_fwd(fn, x, shards, dtype, parts):
+    return ring_sum(fn, x, shards, dtype, parts), (x, shards)
 
 
 def _ring_bwd(fn, dtype, parts, saved, dy):
@@ -170,7 +167,7 @@ def _ring_bwd(fn, dtype, parts, saved, dy):
     return dx.astype(x.dtype), _add(own_gradients, _pass_on(behind, parts))
 
 
-_ring.defvjp(_ring_fwd, _ring_bwd)
+ring_sum.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _pass_on(tree, parts):
