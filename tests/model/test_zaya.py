@@ -174,40 +174,36 @@ def test_layers_written_out_are_the_scan(monkeypatch):
         assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b)
 
 
-EXACT = model_helpers.EXACT
+EXACT, DENSE = model_helpers.EXACT, model_helpers.DENSE
 FULL, SLIDING, LINEAR = config.LAYER_KINDS
 
 
-def mixed(*kinds, **changes):
-    kinds = kinds or (LINEAR, FULL, LINEAR, SLIDING)
-    return model_helpers.small(layer_types=kinds, num_hidden_layers=len(kinds), **changes)
+MIXED = LINEAR, FULL, LINEAR, SLIDING
 
 
 def test_a_linear_layer_has_the_weights_of_the_others():
-    shapes = zaya.abstract(mixed(FULL, FULL, FULL, FULL))
-    assert jax.tree.map(lambda x: x.shape, zaya.abstract(mixed())) == jax.tree.map(
-        lambda x: x.shape, shapes
-    )
-    assert zaya.param_counts(mixed()) == zaya.param_counts(mixed(FULL, FULL, FULL, FULL))
+    mixed, full = (model_helpers.of_kinds(kinds) for kinds in (MIXED, 4 * (FULL,)))
+    assert zaya.abstract(mixed) == zaya.abstract(full)
+    assert zaya.param_counts(mixed) == zaya.param_counts(full)
 
 
 def test_traces_are_those_of_each_layer_in_turn():
     """The stretches' outputs come back in the order of the layers."""
-    model = mixed()
+    model = model_helpers.of_kinds(MIXED)
     params, bias = model_helpers.weights(model)
     ids = np.arange(6)[None]
     run = jax.jit(functools.partial(zaya.apply, precision=EXACT, trace=True), static_argnums=0)
     out = run(model, params, bias, TokenRows(ids))
     assert out.counts.shape == (4, 4)
     below = params | {"layers": jax.tree.map(lambda x: x[:3], params["layers"])}
-    part = run(mixed(*model.kinds[:3]), below, bias[:3], TokenRows(ids))
+    part = run(model_helpers.of_kinds(MIXED[:3]), below, bias[:3], TokenRows(ids))
     np.testing.assert_allclose(part.hidden_states, out.hidden_states[:3], atol=1e-5)
     np.testing.assert_array_equal(part.counts, out.counts[:3])
 
 
 def test_a_stretch_is_traced_whatever_the_number_of_layers():
     def loops(repeats):
-        model = mixed(*(LINEAR, FULL) * repeats)
+        model = model_helpers.of_kinds((LINEAR, FULL) * repeats)
         args = zaya.abstract(model), jnp.zeros((2 * repeats, 4)), jnp.zeros((1, 8), jnp.int32)
         apply = jax.jit(
             lambda p, b, i: zaya.apply(model, p, b, TokenRows(i), precision=EXACT).hidden
@@ -218,7 +214,7 @@ def test_a_stretch_is_traced_whatever_the_number_of_layers():
 
 
 def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
-    linear, full = mixed(LINEAR, LINEAR), mixed(FULL, FULL)
+    linear, full = (model_helpers.of_kinds(2 * (kind,)) for kind in (LINEAR, FULL))
     assert chips.model_flops(linear, 1 << 20) == chips.model_flops(linear, 64)
     assert chips.model_flops(full, 1 << 20) > 100 * chips.model_flops(linear, 1 << 20)
 
@@ -227,7 +223,7 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
 def test_no_second_copy_of_the_weights_is_kept(remat):
     """The gradient's memory besides weights and gradients is less than a copy: on few tokens these
     dominate."""
-    model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)
+    model = model_helpers.of_kinds((LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)
     like = zaya.abstract(model, config.Precision())
     bias = jax.ShapeDtypeStruct((8, 9), jnp.float32)
 
@@ -240,31 +236,6 @@ def test_no_second_copy_of_the_weights_is_kept(remat):
     weights = 4 * sum(x.size for x in jax.tree.leaves(like))
     # A stretch of two layers at a time: their weights to compute with, and their gradients.
     assert taken.temp_size_in_bytes < 0.6 * weights
-
-
-def dense(**changes):
-    return Model(
-        **{
-            "model_type": "dense",
-            "vocab_size": 32,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 24,
-            "num_experts": 1,
-            "pad_token_id": None,
-            "rope_parameters": RopeKinds(Rope(partial_rotary_factor=1.0)),
-            **changes,
-        }
-    )
-
-
-def outputs(model, params, bias, *rows):
-    with jax.default_matmul_precision("highest"):
-        apply = jax.jit(functools.partial(zaya.apply, model, precision=EXACT))
-        return apply(params, bias, TokenRows(*rows))
 
 
 def dense_definition(model, params, ids):
@@ -302,24 +273,16 @@ def dense_definition(model, params, ids):
 
 
 def test_it_is_its_definition():
-    model = dense()
+    rope = RopeKinds(Rope(partial_rotary_factor=1.0))
+    model = model_helpers.small(**DENSE, layer_types=(), rope_parameters=rope)
     params, bias = model_helpers.weights(model)
     ids = np.random.default_rng(0).integers(0, 32, (2, 11))
-    out = outputs(model, params, bias, jnp.asarray(ids))
+    with jax.default_matmul_precision("highest"):
+        apply = jax.jit(functools.partial(zaya.apply, model, precision=EXACT))
+        out = apply(params, bias, TokenRows(jnp.asarray(ids)))
     for row, expected in zip(out.hidden, ids, strict=True):
         np.testing.assert_allclose(row, dense_definition(model, params, expected), atol=2e-5)
     np.testing.assert_array_equal(out.counts, [[22, 0], [22, 0]])
-
-
-def test_packed_documents_of_a_dense_model_are_documents_alone():
-    model = dense(layer_types=("hybrid", "hybrid_sliding"), sliding_window=3)
-    params, bias = model_helpers.weights(model)
-    ids = jax.random.randint(jax.random.key(1), (1, 12), 0, 32)
-    segments = jnp.asarray([[1] * 5 + [2] * 7])
-    positions = jnp.asarray([[*range(5), *range(7)]])
-    packed = outputs(model, params, bias, ids, segments, positions).hidden
-    alone = [outputs(model, params, bias, ids[:, a:b]).hidden for a, b in ((0, 5), (5, 12))]
-    np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=2e-6)
 
 
 def test_the_7b_shape():
@@ -343,5 +306,5 @@ def test_the_7b_shape():
 def test_a_key_that_a_dense_model_has_not_is_refused(changes):
     check_refused(
         rf"config\.model\.{next(iter(changes))}.* model_type='dense'",
-        lambda: config.check_model(dataclasses.asdict(dense(**changes))),
+        lambda: config.check_model(dataclasses.asdict(model_helpers.small(**DENSE | changes))),
     )

@@ -324,16 +324,12 @@ def _checked_seeds(seeds: int | Sequence[int], num: int) -> np.ndarray:
 def _checked_mask(mask: Any, prompts: list[list[int]]) -> np.ndarray:
     """The mask of prompts that are padded at the left."""
     mask, lengths = np.asarray(mask), {len(ids) for ids in prompts}
-    if len(lengths) > 1 or mask.shape != (len(prompts), *lengths):
+    right = len(lengths) == 1 and mask.shape == (len(prompts), *lengths)
+    right = right and np.isin(mask, (0, 1)).all() and mask[:, -1].all()
+    if not (right and (mask[:, 1:] >= mask[:, :-1]).all()):
         raise UserError(
-            f"mask has shape {mask.shape}; expected (number of prompts, their length), with all"
-            " prompts padded to one length"
-        )
-    increasing = (mask[:, 1:] >= mask[:, :-1]).all()
-    if not (np.isin(mask, (0, 1)).all() and mask[:, -1].all() and increasing):
-        raise UserError(
-            "mask must have zeros for the padding at the left of each row, then at least one 1, to"
-            " the row's end"
+            "mask must be as the prompts, all of one length: of each row zeros for the padding at its"
+            " left, then ones to its end"
         )
     return mask.astype(np.int32)
 

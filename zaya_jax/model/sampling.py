@@ -6,9 +6,8 @@ padding or pieces. Letters: B rows, V vocabulary.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from zaya_jax.config import UserError, shown
+
+_LIMITS: tuple[tuple[str, Any, float], ...] = (
+    ("temperature", int | float, 1e38),  # as far as float32 goes
+    ("top_k", int, 2**31 - 1),
+    ("top_p", int | float, 1),
+    ("min_p", int | float, 1),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +45,11 @@ class Sampling:
             if isinstance(x, np.number):  # a number taken from an array
                 object.__setattr__(self, name, x.item())
 
-        def number(x, kinds=(int, float)):
-            return isinstance(x, kinds) and not isinstance(x, bool)
-
-        if not (number(self.temperature) and 0 <= self.temperature < math.inf):
-            raise UserError(f"temperature={shown(self.temperature)} must be a number of at least 0")
-        if not (number(self.top_k, int) and self.top_k >= 0):
-            raise UserError(
-                f"top_k={shown(self.top_k)} must be a whole number of at least 0 (0: all tokens)"
-            )
-        if not (number(self.top_p) and 0 < self.top_p <= 1):
-            raise UserError(
-                f"top_p={shown(self.top_p)} must be above 0 and at most 1 (1: all tokens)"
-            )
-        if not (number(self.min_p) and 0 <= self.min_p <= 1):
-            raise UserError(
-                f"min_p={shown(self.min_p)} must be at least 0 and at most 1 (0: all tokens)"
-            )
+        for name, kind, most in _LIMITS:
+            x = getattr(self, name)
+            if not (isinstance(x, kind) and not isinstance(x, bool) and 0 <= x <= most):
+                numbers = "a whole number" if kind is int else "a number"
+                raise UserError(f"{name}={shown(x)} must be {numbers} from 0 to {most:g}")
 
     @property
     def unused(self) -> str:
@@ -76,13 +70,11 @@ class Sampling:
 
     def arrays(self) -> "SamplingArrays":
         """The options as arguments of a program, so that other values use the same program."""
-        top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
-        temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
         return SamplingArrays(
-            jnp.float32(temperature),
+            jnp.float32(max(self.temperature, 1e-30)),
             jnp.float32(self.top_p),
             jnp.float32(self.min_p),
-            jnp.int32(top_k),
+            jnp.int32(self.top_k or 2**31 - 1),
         )
 
 
