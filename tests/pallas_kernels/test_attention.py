@@ -21,17 +21,17 @@ B, H, K, C = 2, 4, 2, 16
 EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 
 
-def inputs(q_len, k_len, heads=H, kv_heads=K, seed=0):
+def inputs(q_len, k_len, heads=H, kv_heads=K, channels=C, batch=B, dtype=jnp.float32, seed=0):
     """q, k, v, and the gradients of both outputs."""
     rng = np.random.default_rng(seed)
     shapes = (
-        (q_len, heads, C),
-        (k_len, kv_heads, C),
-        (k_len, kv_heads, C),
-        (q_len, heads, C),
-        (q_len, heads),
+        (q_len, heads, channels),
+        (k_len, kv_heads, channels),
+        (k_len, kv_heads, channels),
+        (q_len, heads, channels),
     )
-    return tuple(normal(rng, B, *shape) for shape in shapes)
+    arrays = [normal(rng, batch, *shape, dtype=dtype) for shape in shapes]
+    return *arrays, normal(rng, batch, q_len, heads)
 
 
 @functools.partial(jax.jit, static_argnames=("function", "block"))
@@ -41,27 +41,48 @@ def run(function, arrays, where, block=None):
     q, k, v, d_out, d_lse = arrays
     options = {"block": block} if block else {}
     *masks, offset = where
+    scale = q.shape[-1] ** -0.5
 
     def objective(q, k, v):
         out, lse = function(
-            q, k, v, *masks, 0 if offset is None else offset, scale=C**-0.5, **options
+            q, k, v, *masks, 0 if offset is None else offset, scale=scale, **options
         )
         seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
-        return jnp.sum(out * d_out) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (out, lse)
+        total = jnp.sum(out * d_out) + jnp.sum(jnp.where(seen, lse, 0) * d_lse)
+        return total, (out, lse)
 
     (_, outputs), grads = jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
     return (*outputs, *grads)
 
 
-def assert_equal_to_the_reference(
-    arrays, q_segments=None, k_segments=None, window=None, offset=None
+def compare(
+    q_len,
+    k_len,
+    *shape,
+    window=None,
+    offset=None,
+    packed=False,
+    block=16,
+    tolerance=2e-5,
+    made_for=None,
+    **options,
 ):
-    where = q_segments, k_segments, window, offset
-    ours = run(attention, arrays, where, block=16)
+    """With the definition: both outputs and all gradients, by the present chip's implementation."""
+    arrays = inputs(q_len, k_len, *shape, **options)
+    segments, begin = (None, None), max(offset or 0, 0)
+    if packed:
+        ids = documents(np.random.default_rng(0), len(arrays[0]), max(k_len, q_len + begin))
+        segments = ids[:, begin : begin + q_len], ids[:, :k_len]
+    where = *segments, window, offset
+    with chip.making(made_for or chip.current()):
+        ours = run(attention, arrays, where, block=block)
     with chip.making(CPU):  # one program of the definition for all chips
-        theirs = run(reference_attention, arrays, where)
+        exact = tuple(x.astype(jnp.float32) for x in arrays)
+        theirs = run(reference_attention, exact, where)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
+        assert a.dtype == (jnp.float32 if name == "lse" else arrays[0].dtype)
+        near = dict(atol=tolerance, rtol=tolerance, err_msg=name)
+        np.testing.assert_allclose(a.astype(jnp.float32), b, **near)
 
 
 LENGTHS = itertools.product([1, 7, 16, 33, 50, 80], ["cpu", "xla", "triton"])
@@ -73,32 +94,31 @@ FAST = {(33, "cpu"), (33, "xla"), (33, "triton"), (80, "cpu")}
 )
 def test_odd_lengths(length, implementation):
     """On a CPU four blocks of 16 are written out, and five are a loop."""
-    assert_equal_to_the_reference(inputs(length, length))
+    compare(length, length)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [slow(1, 1), (6, 3), slow(3, 1)])
 def test_groups_of_heads(heads, kv_heads):
-    assert_equal_to_the_reference(inputs(35, 35, heads, kv_heads))
+    compare(35, 35, heads, kv_heads)
 
 
 def test_windows():
     for window in (1, 5, 16, 17, 40, 1000):
-        assert_equal_to_the_reference(inputs(41, 41), window=window)
+        compare(41, 41, window=window)
 
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("length", [33, slow(50)])
 def test_documents_of_a_packed_row(length):
-    segments = documents(np.random.default_rng(length), B, length, 0.15)
     for window in (None, 6):
-        assert_equal_to_the_reference(inputs(length, length), segments, segments, window)
+        compare(length, length, window=window, packed=True)
 
 
 @pytest.mark.parametrize("window", [slow(None), 9])
 def test_queries_that_begin_elsewhere_than_keys(window):
     """A chunk of a longer sequence; with a negative offset the first queries see no key at all."""
     for offset in (0, 5, 24, -7):
-        assert_equal_to_the_reference(inputs(19, 43), window=window, offset=offset)
+        compare(19, 43, window=window, offset=offset)
 
 
 @EACH
@@ -142,14 +162,7 @@ def test_gradients_of_parts_add_up(window, implementation):
 
 @EACH
 def test_bfloat16_accumulates_in_float32(implementation):
-    q, k, v, _, _ = inputs(50, 50)
-    low = jax.jit(functools.partial(attention, scale=0.3, block=16))(
-        *(x.astype(jnp.bfloat16) for x in (q, k, v))
-    )
-    exact = jax.jit(functools.partial(reference_attention, scale=0.3))(q, k, v)
-    assert low[0].dtype == jnp.bfloat16 and low[1].dtype == jnp.float32
-    np.testing.assert_allclose(low[0].astype(jnp.float32), exact[0], atol=0.04)
-    np.testing.assert_allclose(low[1], exact[1], atol=0.04)
+    compare(50, 50, dtype=jnp.bfloat16, tolerance=0.04)
 
 
 def test_one_new_query_against_a_cache():
@@ -186,93 +199,35 @@ def test_a_window_as_wide_as_a_number_may_be_is_none(implementation):
 MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
 
 
-def compare(
-    batch,
-    q_len,
-    k_len,
-    heads,
-    kv_heads,
-    channels,
-    window=None,
-    offset=0,
-    packed=False,
-    *,
-    block=16,
-    dtype=jnp.float32,
-    tolerance=2e-5,
-    made_for=MI300X,
-    seed=0,
-    traced=False,
-):
-    """Both outputs and all three gradients; `traced` gives window and offset as arrays."""
-    rng = np.random.default_rng(seed)
-    q, d_out = (normal(rng, batch, q_len, heads, channels, dtype=dtype) for _ in range(2))
-    k, v = (normal(rng, batch, k_len, kv_heads, channels, dtype=dtype) for _ in range(2))
-    d_lse, scale = normal(rng, batch, q_len, heads), channels**-0.5
-    ids = documents(rng, batch, max(k_len, q_len + max(offset, 0)))
-    segments = (ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]) if packed else (None, None)
-
-    def objective(function, q, k, v, where, **options):
-        def run(q, k, v):
-            out, lse = function(q, k, v, *segments, *where, scale=scale, **options)
-            seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
-            return jnp.sum(out * d_out.astype(out.dtype)) + jnp.sum(
-                jnp.where(seen, lse, 0) * d_lse
-            ), (out, lse)
-
-        (_, outputs), grads = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-        return (*outputs, *grads)
-
-    def ours(where):
-        with chip.making(made_for):
-            return objective(attention, q, k, v, where, block=block)
-
-    def theirs(where):
-        return objective(reference_attention, *(x.astype(jnp.float32) for x in (q, k, v)), where)
-
-    where = (window, offset)
-    found = (
-        jax.jit(ours)(tuple(None if x is None else jnp.int32(x) for x in where))
-        if traced
-        else (jax.jit(lambda: ours(where))())
-    )
-    expected = jax.jit(lambda: theirs(where))()
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
-        assert a.dtype == (jnp.float32 if name == "lse" else dtype)
-        np.testing.assert_allclose(
-            a.astype(jnp.float32), b, atol=tolerance, rtol=tolerance, err_msg=name
-        )
-
-
-KERNEL_CASES = {
-    "several tiles with a tail": ((2, 50, 50, 4, 2, 16), {}),
+KERNEL_CASES = {  # lengths of queries and keys, query and key-value heads, channels, batch
+    "several tiles with a tail": ((50, 50, 4, 2, 16, 2), {}),
     "a group of three heads, 48 channels, a window, documents": (
-        (1, 37, 37, 6, 2, 48, 20, 0, True),
-        {},
+        (37, 37, 6, 2, 48, 1),
+        {"window": 20, "packed": True},
     ),
     "a chunk of a longer sequence of documents": (
-        (2, 19, 43, 4, 1, 16, None, 24, True),
-        {"traced": True},
+        (19, 43, 4, 1, 16, 2),
+        {"offset": 24, "packed": True},
     ),
     "the first queries see no key, the last keys no query": (
-        (1, 40, 71, 2, 2, 16, 9, -7),
-        {"traced": True, "made_for": H200, "dtype": jnp.float16, "tolerance": 0.01},
+        (40, 71, 2, 2, 16, 1, jnp.float16),
+        {"window": 9, "offset": -7, "made_for": H200, "tolerance": 0.01},
     ),
-    "one head, a window that leaves the first keys out": ((1, 33, 33, 1, 1, 32, 5), {}),
-    "groups of six heads, three tiles of two each": ((1, 33, 33, 12, 2, 16), {}),
-    "queries behind all keys, which end within a block": ((1, 19, 43, 2, 1, 16, None, 60), {}),
+    "one head, a window that leaves the first keys out": ((33, 33, 1, 1, 32, 1), {"window": 5}),
+    "groups of six heads, three tiles of two each": ((33, 33, 12, 2, 16, 1), {}),
+    "queries behind all keys, which end within a block": ((19, 43, 2, 1, 16, 1), {"offset": 60}),
     "96 channels and tokens: whole tiles of 32, no power of two": (
-        (1, 96, 96, 2, 1, 96),
+        (96, 96, 2, 1, 96, 1),
         {"block": 32},
     ),
-    "95 tokens": ((1, 95, 95, 2, 1, 96), {"block": 32}),
+    "95 tokens": ((95, 95, 2, 1, 96, 1), {"block": 32}),
     "97 tokens of 160 channels": (
-        (1, 97, 97, 2, 1, 160),
-        {"block": 32, "dtype": jnp.bfloat16, "tolerance": 0.06},
+        (97, 97, 2, 1, 160, 1, jnp.bfloat16),
+        {"block": 32, "tolerance": 0.06},
     ),
     "bfloat16 at the table's tiles, gradients too": (
-        (1, 150, 150, 4, 1, 64, 70, 0, True),
-        {"block": None, "dtype": jnp.bfloat16, "tolerance": 0.06},
+        (150, 150, 4, 1, 64, 1, jnp.bfloat16),
+        {"window": 70, "packed": True, "block": None, "tolerance": 0.06},
     ),
 }
 FAST_KERNEL_CASES = {
@@ -287,7 +242,7 @@ FAST_KERNEL_CASES = {
 @pytest.mark.parametrize("case", fast_alone(FAST_KERNEL_CASES, KERNEL_CASES))
 def test_values_and_gradients(case):
     args, options = KERNEL_CASES[case]
-    compare(*args, **options)
+    compare(*args, **{"made_for": MI300X} | options)
 
 
 def test_ranges_of_blocks_count_padding_apart():
@@ -319,8 +274,9 @@ def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
     compiled once."""
     q_len, k_len, queries, keys = sizes
     at = triton._Shape(q_len, k_len, 1, 1, 1, 16, queries, keys, 1.0, packed, windowed, True)
-    refs = [x[None] for x in ([window] if windowed else []) + [offset]]
-    masks = triton._Masks(at, refs + ([None, None, *q_ranges, *k_ranges] if packed else []), 0)
+    bounds = window[None] if windowed else None, offset[None]
+    refs = {"bounds": bounds, "ids": (None, None), "ranges": (q_ranges, k_ranges)}
+    masks = triton._Masks(at, refs, 0)
     blocks = jnp.arange(LONGEST // 4)
     return jax.vmap(masks.met_by_queries)(blocks), jax.vmap(masks.met_by_keys)(blocks)
 
@@ -375,21 +331,20 @@ def test_any_shape(data):
     q_len = draw(st.just(k_len) | st.integers(16, 80))
     low = draw(st.booleans())
     compare(
-        draw(st.integers(1, 2)),
         q_len,
         k_len,
         kv_heads * group,
         kv_heads,
         draw(st.sampled_from([16, 32, 48, 80, 96, 112])),
-        draw(st.none() | st.integers(1, 90)),
-        draw(st.integers(-20, 64)),
-        draw(st.booleans()),
+        draw(st.integers(1, 2)),
+        jnp.bfloat16 if low else jnp.float32,
+        window=draw(st.none() | st.integers(1, 90)),
+        offset=draw(st.integers(-20, 64)),
+        packed=draw(st.booleans()),
         block=draw(st.sampled_from([16, 32])),
-        dtype=jnp.bfloat16 if low else jnp.float32,
         tolerance=0.06 if low else 3e-5,
         made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
         seed=draw(st.integers(0, 9)),
-        traced=draw(st.booleans()),
     )
 
 

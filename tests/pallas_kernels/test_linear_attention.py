@@ -1,14 +1,15 @@
 """Chunked linear attention against its definition: documents, odd lengths, groups of heads,
 gradients, memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, PartitionSpec
-from kernel_helpers import documents, normal, with_gradients
+from kernel_helpers import CPU, documents, normal, with_gradients
 from rows import fast_alone, slow
 
 from pallas_kernels import chip
@@ -22,16 +23,40 @@ from pallas_kernels.linear_attention import (
     triton,
 )
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
-from zaya_jax.parallel import linear
 
-B, H, K, C = 2, 4, 2, 8
+MI300X, H200 = (chip.Chip("cpu", kind, ("linear_attention",)) for kind in ("gfx942", "NVIDIA H200"))
+NAMES = "out", "dq", "dk", "dv"
 
 
-def inputs(length):
-    keys = jax.random.split(jax.random.key(0), 4)
-    q = jax.random.normal(keys[0], (B, length, H, C))
-    k, v = (jax.random.normal(key, (B, length, K, C)) for key in keys[1:3])
-    return q, k, v, jax.random.normal(keys[3], q.shape)
+def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
+    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the
+    end."""
+    rng = np.random.default_rng(seed)
+    q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
+    return (q, k, v, d_out), documents(rng, batch, length, 0.05) if packed else None
+
+
+def by_parts(q, k, v, segments, chunk):
+    """What devices do that hold pieces of a sequence: quotient apart from the sums."""
+    return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
+
+
+def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
+    given, segments = arrays(*shape, **options)
+    function = functools.partial(by_parts if parts else linear_attention, chunk=chunk)
+    with chip.making(made_for):
+        assert triton.suits(*given[:3]) or made_for is CPU
+    ours = with_gradients(lambda *a: function(*a, segments), *given, made_for)
+    wide = [x.astype(jnp.float32) for x in given]
+    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *wide)
+    for name, a, b, like in zip(NAMES, ours, theirs, (given[0], *given[:3]), strict=True):
+        assert a.dtype == like.dtype
+        if like.dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+        else:
+            far = np.linalg.norm(a.astype(jnp.float32) - b)
+            assert far < 0.015 * max(np.linalg.norm(b), 1), name
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -39,18 +64,17 @@ def inputs(length):
     ("length", "chunk"), [(1, 8), slow(7, 8), slow(40, 8), (43, 8), slow(43, 5), (43, None)]
 )
 def test_equal_to_the_definition(length, chunk, packed):
-    *qkv, d_out = inputs(length)
-    segments = documents(np.random.default_rng(0), B, length, 0.12) if packed else None
-    ours = with_gradients(lambda *a: linear_attention(*a, segments, chunk=chunk), *qkv, d_out)
-    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+    compare(2, length, 4, 2, 8, packed, chunk=chunk, made_for=CPU)
+
+
+def test_gradients_in_bfloat16():
+    compare(2, 200, 4, 2, 8, True, dtype=jnp.bfloat16, chunk=None, made_for=CPU)
 
 
 def test_bfloat16_is_as_exact_as_its_operands():
     """Long enough that a state rounded to bfloat16 would stop growing: 1/256 of it is more than a
     token adds."""
-    q, k, v, _ = inputs(2000)
+    (q, k, v, _), _ = arrays(2, 2000, 4, 2, 8, False)
     v = v.at[:, 1000:].add(1)
     low = linear_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert low.dtype == jnp.bfloat16
@@ -59,24 +83,10 @@ def test_bfloat16_is_as_exact_as_its_operands():
     )
 
 
-def test_gradients_in_bfloat16():
-    *qkv, d_out = inputs(200)
-    segments = documents(np.random.default_rng(0), B, 200, 0.12)
-    low = with_gradients(
-        lambda *a: linear_attention(*a, segments).astype(jnp.float32),
-        *(x.astype(jnp.bfloat16) for x in qkv),
-        d_out,
-    )
-    exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
-    for a, b in zip(low[1:], exact[1:], strict=True):
-        assert a.dtype == jnp.bfloat16
-        assert np.linalg.norm(a.astype(jnp.float32) - b) < 0.015 * np.linalg.norm(b)
-
-
 def test_token_by_token():
-    q, k, v, _ = inputs(12)
+    (q, k, v, _), _ = arrays(2, 12, 4, 2, 8, False)
     visible = jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    rest = jnp.ones((B, 7), jnp.int32)
+    rest = jnp.ones((2, 7), jnp.int32)
     whole = reference_linear_attention(q, k, v, jnp.concatenate([visible, rest], 1))
     state = prompt_state(k[:, :5], v[:, :5], visible)
     for i in range(5, 12):
@@ -100,45 +110,6 @@ def test_no_square_array_at_32k_tokens():
 # ################################################################################################
 # Kernels for GPUs, interpreted
 # ##################################################################################################
-
-
-MI300X, H200 = (chip.Chip("cpu", kind, ("linear_attention",)) for kind in ("gfx942", "NVIDIA H200"))
-NAMES = "out", "dq", "dk", "dv"
-
-
-def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
-    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the
-    end."""
-    rng = np.random.default_rng(seed)
-    q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
-    k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
-    return (q, k, v, d_out), documents(rng, batch, length, 0.05) if packed else None
-
-
-def by_parts(q, k, v, segments, chunk):
-    """What devices do that hold pieces of a sequence: quotient apart from the sums."""
-    return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
-
-
-def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
-    given, segments = arrays(*shape, **options)
-    function = (
-        (lambda *a: by_parts(*a, segments, chunk))
-        if parts
-        else (lambda *a: linear_attention(*a, segments, chunk=chunk))
-    )
-    with chip.making(made_for):
-        assert triton.suits(*given[:3])
-    ours = with_gradients(function, *given, made_for)
-    wide = [x.astype(jnp.float32) for x in given]
-    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *wide)
-    for name, a, b, like in zip(NAMES, ours, theirs, (given[0], *given[:3]), strict=True):
-        assert a.dtype == like.dtype
-        if like.dtype == jnp.float32:
-            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
-        else:
-            far = np.linalg.norm(a.astype(jnp.float32) - b)
-            assert far < 0.015 * max(np.linalg.norm(b), 1), name
 
 
 CASES = {
@@ -205,29 +176,6 @@ def test_any_shape(data):
         seed=draw(st.integers(0, 9)),
         made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
     )
-
-
-def test_a_sequence_over_devices():
-    """LASP-2's pieces by the kernels, with the states of the pieces before added by XLA."""
-    (q, k, v, d_out), _ = arrays(1, 64, 2, 1, 16, False)
-    segments = jnp.asarray(np.repeat([[1, 2, 3]], [20, 30, 14], axis=1), jnp.int32)
-    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    spec = PartitionSpec(None, "context")
-    order = np.arange(64).reshape(4, 16)[[0, 3, 1, 2]].reshape(-1)
-
-    def cut(q, k, v, segments):
-        return linear.lasp2(q, k, v, segments, axis="context", chunk=16)
-
-    def ours(q, k, v):
-        mapped = jax.shard_map(
-            cut, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False
-        )
-        return mapped(*(x[:, order] for x in (q, k, v, segments)))[:, np.argsort(order)]
-
-    found = with_gradients(ours, q, k, v, d_out, MI300X)
-    expected = with_gradients(lambda *a: reference_linear_attention(*a, segments), q, k, v, d_out)
-    for name, a, b in zip(NAMES, found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():
