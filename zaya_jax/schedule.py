@@ -332,16 +332,12 @@ def _check_phase(config: Config, phase: Phase, index: int) -> None:
                 f" model.max_position_embeddings={config.model.max_position_embeddings}; raise the"
                 " latter or shorten the sequences"
             )
-    if bool(phase.ramp_from) != bool(phase.ramp_tokens) or phase.ramp_tokens > phase.tokens:
+    half = bool(phase.ramp_from) != bool(phase.ramp_tokens)
+    if half or phase.ramp_from > phase.global_batch or phase.ramp_tokens > phase.tokens:
         raise UserError(
-            f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of"
-            f" its {phase.tokens} tokens; give both, ramp_from and a ramp_tokens within the phase,"
-            " or neither"
-        )
-    if phase.ramp_from > phase.global_batch:
-        raise UserError(
-            f"{where}.ramp_from={phase.ramp_from} needs a global_batch of at least as many"
-            f" sequences (it is {phase.global_batch})"
+            f"{where} ramps the batch from {phase.ramp_from} to {phase.global_batch} sequences over"
+            f" {phase.ramp_tokens} of its {phase.tokens} tokens; give both, a ramp_from of at most"
+            " global_batch and a ramp_tokens within the phase, or neither"
         )
     sizes = [size for size, _ in _ramp(phase)]
     for size in sizes:

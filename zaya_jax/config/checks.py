@@ -48,27 +48,17 @@ def _check_chats(c: Config) -> None:
 
 
 def _check_preference(c: Config) -> None:
-    way_out = "or give --config=experiments/configs/finetune.py:MODEL,preference=dpo, which does"
-    given = f"config.run.preference={c.run.preference!r}"
-    if not c.run.init_from:
+    needed = {
+        "run.init_from, whose weights the trained ones are compared with": bool(c.run.init_from),
+        "data.chats=True, for pairs of answers": c.data.chats,
+        "balance.enabled=False, since the reference has the biases too": not c.balance.enabled,
+        "optim.z_loss=0, a part of the loss of tokens": not c.optim.z_loss,
+    }
+    missing = [what for what, given in needed.items() if not given]
+    if missing:
         raise UserError(
-            f"{given} is given without config.run.init_from, whose weights the trained ones are"
-            f" compared with; name a model, {way_out}"
-        )
-    if not c.data.chats:
-        raise UserError(
-            f"{given} learns from pairs of answers, but config.data.chats is not set; set it,"
-            f" {way_out}"
-        )
-    if c.balance.enabled:
-        raise UserError(
-            f"{given} with config.balance.enabled=True: moved balancing biases would change the"
-            f" weights' reference too; set it to False, {way_out}"
-        )
-    if c.optim.z_loss:
-        raise UserError(
-            f"{given} with config.optim.z_loss={c.optim.z_loss}, a part of the loss of tokens; set"
-            f" it to 0, {way_out}"
+            f"config.run.preference={c.run.preference!r} needs {'; '.join(missing)}; or give"
+            " --config=experiments/configs/finetune.py:MODEL,preference=dpo, which sets them"
         )
 
 
@@ -174,22 +164,12 @@ def check_model(m: Model, prefix: str = "config.model.") -> None:
 
 
 def _check_dense(m: Model, prefix: str) -> None:
-    if m.intermediate_size < 1:
-        raise UserError(
-            f"{prefix}intermediate_size={m.intermediate_size} must be at least 1 with"
-            " model_type='dense': the width of the gated MLP"
-        )
-    if m.num_experts != 1:
-        raise UserError(
-            f"{prefix}num_experts={m.num_experts} with model_type='dense', which has no"
-            " router; set it to 1"
-        )
-    if m.attention_bias:
-        raise UserError(
-            f"{prefix}attention_bias is set, but model_type='dense' has no biases; set it to False"
-        )
-    if "hybrid_linear" in m.kinds:
-        raise UserError(
-            f"{prefix}layer_types has hybrid_linear, which is a form of ZAYA's attention, but"
-            " model_type='dense'; dense layers are hybrid (full attention) or hybrid_sliding"
-        )
+    needed = {
+        "intermediate_size of at least 1, the width of the gated MLP": m.intermediate_size > 0,
+        "num_experts=1": m.num_experts == 1,
+        "attention_bias=False": not m.attention_bias,
+        "layer_types without hybrid_linear": "hybrid_linear" not in m.kinds,
+    }
+    missing = [what for what, given in needed.items() if not given]
+    if missing:
+        raise UserError(f"{prefix}model_type='dense' needs {'; '.join(missing)}")
