@@ -93,12 +93,12 @@ def integers(
 ) -> np.ndarray:
     """Integers [B, S], or of this shape: from 0 to below `end`, and `also`."""
     x = np.asarray(given)
-    if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
+    of_shape = x.shape == shape if shape else x.ndim == 2 and x.size
+    if not of_shape or not np.issubdtype(x.dtype, np.integer):
         raise UserError(
-            f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]"
+            f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers"
+            f" {shape or '[B, S]'}"
         )
-    if shape is not None and x.shape != shape:
-        raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
     wrong = x[((x < 0) | (x >= end)) & (x != also)]
     if wrong.size:
         raise UserError(

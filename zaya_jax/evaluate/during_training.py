@@ -104,23 +104,18 @@ class TaskScores:
         self._planned = planned
         self._pace = pace
         self._keys = planned.recipe.config.eval
-        base = planned.recipe.config.run.base
-        if base != "compute":
-            raise UserError(
-                f"config.eval.tasks with config.run.base={base} would decode all weights at once;"
-                " leave eval.tasks out, and run them on checkpoints by `python -m"
-                " experiments.evaluate --tasks`"
-            )
         self._loaded = harness.load_tasks(
             self._keys.tasks,
             self._keys.tasks_path or None,
             "config.eval.tasks",
             "config.eval.tasks_path",
         )
-        if self._loaded.generating and jax.process_count() > 1:
+        in_few_bits = planned.recipe.config.run.base != "compute"
+        if in_few_bits or (self._loaded.generating and jax.process_count() > 1):
             raise UserError(
-                f"config.eval.tasks={','.join(self._loaded.generating)} generates text, which several processes"
-                " cannot do while they train; leave it out, and run it on checkpoints by"
+                f"config.eval.tasks={','.join(self._keys.tasks)} would have to decode all weights of"
+                " config.run.base at once, or to generate text in several processes, which a run"
+                " cannot do while it trains; leave them out, and run them on checkpoints by"
                 " `python -m experiments.evaluate --tasks`"
             )
 
