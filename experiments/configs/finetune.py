@@ -32,14 +32,12 @@ SMALLER = 0.1
 IMPORTED_LR = 2e-5  # where that is not known
 PREFERRING = 0.1  # times the rate for chats, of pairs
 OPTIONS = {"lora": int, "base": str, "preference": str, "beta": float}  # keys of config.run
-EXAMPLES = {"lora": 16, "beta": 0.1}
 
 
 def get_config(weights: str = "") -> ConfigDict:
     """The whole config of a run that fine-tunes these weights: MODEL, or MODEL,lora=RANK and what
     else OPTIONS has."""
-    asked = weights
-    weights, options = _parse(asked)
+    weights, options = _parse(weights)
     base = _find(weights)
     before, step = base.config, base.step
     # Ids of begin, end and padding are the tokenizer's. A layer that a record names is imported
@@ -60,12 +58,7 @@ def get_config(weights: str = "") -> ConfigDict:
     )
     c.run.init_from = weights
     for name, value in options.items():
-        try:
-            c.run[name] = OPTIONS[name](value)
-        except ValueError:
-            raise config.UserError(
-                f"finetune.py:{asked}: {name}={value} is not a number such as {EXAMPLES[name]}"
-            ) from None
+        c.run[name] = OPTIONS[name](value)
     of_pairs = options.get("preference", "none") != "none"
     if "lora" in options or of_pairs:
         c.balance.enabled = False  # the biases of the base, or of the reference, are the run's
@@ -109,8 +102,6 @@ def _parse(asked: str) -> tuple[str, dict[str, str]]:
                 f"finetune.py:{asked}: {name} is not one of {', '.join(OPTIONS)}; other keys are"
                 " given as --config.KEY=VALUE"
             )
-    if "beta" in options and "preference" not in options:
-        raise config.UserError(f"finetune.py:{asked}: beta is of preference=dpo; add that")
     return weights, options
 
 
