@@ -47,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
     tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
     if args.tasks is not None and not tasks:
         raise UserError(f"--tasks={args.tasks} has no names; give task names separated by commas")
-    if args.include_path and not Path(args.include_path).is_dir():
-        raise UserError(f"--include_path={args.include_path} is not a folder")
     if args.text_field is not None and not args.data:
         raise UserError("--text_field applies to files of --data; give these or omit it")
     if args.context and tasks and not args.data:
