@@ -1,5 +1,5 @@
 """The optimizer's state as a checkpoint would hold it, put together from the boxes that
-`layout.state_boxes` lists."""
+`Bucket.state_boxes` lists."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def boxes(layout: Layout, name: str, bucket: np.ndarray) -> Iterator[tuple]:
     over = dims[0] if len(dims) and dims[0] else ()
     over = (over,) if isinstance(over, str) else over
     parts = bucket.reshape(*(axes[axis] for axis in over), -1, *bucket.shape[1:])
-    for held in layout.state_boxes(name):
+    for held in layout.bucket_of[name].state_boxes(name):
         places = dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True))
         yield held, parts[tuple(places[axis] for axis in over)][held.place]
 

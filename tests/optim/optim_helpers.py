@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config import Precision
@@ -92,8 +91,7 @@ def mesh_step(optimizer, mesh, specs):
     a first dim of one part per device, whose sum is the gradient."""
 
     def step(params, state, parts, lr):
-        updates, state = optimizer.update(jax.tree.map(lambda x: x[0], parts), state, params, lr=lr)
-        return optax.apply_updates(params, updates), state
+        return optimizer.apply(jax.tree.map(lambda x: x[0], parts), state, params, lr=lr)
 
     axes = tuple(mesh.shape)
 

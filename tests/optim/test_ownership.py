@@ -80,7 +80,7 @@ def meshes(name: str, devices: int) -> list[dict]:
 
 def padding_share(layout: zero.Layout) -> float:
     """The share of all that travels that is padding."""
-    found = [layout.traffic(name) for name in layout.methods]
+    found = [bucket.traffic(name, 4) for name, bucket in layout.bucket_of.items()]
     padding = sum(kinds.pop("padding", 0) for kinds in found)
     return padding / max(sum(sum(kinds.values()) for kinds in found), 1)
 
@@ -183,7 +183,7 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
                 *(leg.pairs for leg in bucket.plan.out if leg.pairs is not None),
             ):
                 assert all(len(set(column.tolist())) == len(pairs) for column in pairs.T)
-        found = [layout.traffic(name, 2) for name in layout.methods]
+        found = [bucket.traffic(name, 2) for name, bucket in layout.bucket_of.items()]
         total = {
             kind: sum(f.get(kind, 0) for f in found) for kind in ("reduce-scatter", "exchange")
         }

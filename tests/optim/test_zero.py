@@ -78,7 +78,7 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
         c.group_size == 8 for c in found if c not in rounds
     )
     for name, b in travel.items():
-        traffic = layout.traffic(name, size)
+        traffic = b.traffic(name, size)
         assert traffic["reduce-scatter"] == 4 * 8 * b.padded_rows
         assert traffic["all-gather"] == size * 8 * b.padded_rows
     kept = [4 * math.prod(b.matrix) * b.slots for b in layout.matrices.values()]

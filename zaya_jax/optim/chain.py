@@ -76,7 +76,7 @@ class OptimizerState(NamedTuple):
     """The state that the optimizer carries from step to step; `figures` describe the last one."""
 
     adam: optax.ScaleByAdamState
-    muon: muon.MuonState
+    momentum: dict[str, Any]  # Muon's, by bucket
     skip: skip.SkipState
     figures: dict[str, Any]  # scalars by name
     weights: dict[str, Any]  # by bucket, float32: those that devices hold as copies
@@ -115,27 +115,8 @@ class Optimizer:
         self, grads: Any, state: OptimizerState, params: Any, *, lr: jax.Array | float
     ) -> tuple[Any, OptimizerState]:
         """(new parameters, new state); inside shard_map if it was built for a mesh. New parameters
-        can reuse the memory of donated ones."""
-        return self._step(grads, state, params, lr, self._new_params)
-
-    def _new_params(self, weights, updates):
-        """(new parameters, the owners' new weights of those that devices hold as copies)."""
-        weights = optax.apply_updates(weights, updates)
-        by_path = self.layout.leaves_by_path(weights)
-        masters = {name: by_path[path] for path, name in self.layout.copied.items()}
-        return self.layout.replace_leaves(weights, self.layout.copies(masters)), masters
-
-    def update(
-        self, grads: Any, state: OptimizerState, params: Any, *, lr: jax.Array | float
-    ) -> tuple[Any, OptimizerState]:
-        """Like `apply`, but returns the updates to add to the parameters, as Optax does. Not
-        available with bfloat16 copies."""
-        assert not self.layout.copied, "with copies of weights use `apply`"
-        return self._step(grads, state, params, lr, lambda weights, updates: (updates, {}))
-
-    def _step(self, grads, state, params, lr, result_of):
-        """(the result, the new state), by result_of(weights, updates to add to them) → (the result,
-        `OptimizerState.weights`). Where devices hold copies, weights and updates are the owner's."""
+        can reuse the memory of donated ones. Of weights that devices hold as copies the owner
+        updates its own."""
         layout, always = self.layout, self.skip_update == "never"
         shares = layout.reduce_gradients(grads)
         squares = layout.sum_squares(unfused_on_cpus(shares))
@@ -162,16 +143,19 @@ class Optimizer:
         of_updates, of_weights = layout.tree_sum_squares(share_updates, share)
         figures |= _norms("update_norm", of_updates) | _norms("param_norm", of_weights)
         weights, figures = jax.lax.optimization_barrier((weights, figures))
-        result, masters = result_of(weights, self._finish(directions, weights, lr))
+        weights = optax.apply_updates(weights, self._finish(directions, weights, lr))
+        by_path = layout.leaves_by_path(weights)
+        masters = {name: by_path[path] for path, name in layout.copied.items()}
+        weights = layout.replace_leaves(weights, layout.copies(masters))
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)
-        return result, OptimizerState(adam, momentum, skip_state, figures, masters)
+        return weights, OptimizerState(adam, momentum, skip_state, figures, masters)
 
     def _directions(self, shares, state, keep, clip):
         """Each bucket's directions, and the new states of both methods. If `keep` is false these
         are unchanged, and directions are finite placeholders."""
         matrices, vectors = self._by_method(shares)
-        directions, momentum = self.muon.update(matrices, state.muon, keep=keep, clip=clip)
+        directions, momentum = self.muon.update(matrices, state.momentum, keep=keep, clip=clip)
         of_vectors, adam = self.adam.update(jax.tree.map(clip, vectors), state.adam)
         if keep is not True:
             choose = functools.partial(jax.tree.map, lambda new, old: jnp.where(keep, new, old))
@@ -216,17 +200,17 @@ class Optimizer:
         specs = jax.tree.map(lambda x: PartitionSpec(), state)
         return specs._replace(
             adam=specs.adam._replace(mu=spread(state.adam.mu), nu=spread(state.adam.nu)),
-            muon=muon.MuonState(spread(state.muon.momentum)),
+            momentum=spread(state.momentum),
             weights=spread(state.weights),
         )
 
     def arrays(self, state: OptimizerState) -> dict[str, Any]:
         """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and
-        KINDS by bucket (`layout.state_boxes` lists the boxes in these)."""
+        KINDS by bucket (`Bucket.state_boxes` lists the boxes in these)."""
         return {
             "steps": state.adam.count,
             "skip": state.skip._asdict(),
-            "momentum": state.muon.momentum,
+            "momentum": state.momentum,
             "mean": state.adam.mu,
             "square": state.adam.nu,
             "weights": state.weights,
@@ -237,8 +221,8 @@ class Optimizer:
     ) -> OptimizerState:
         """The inverse: a state with these arrays and `figures`."""
         adam = optax.ScaleByAdamState(arrays["steps"], arrays["mean"], arrays["square"])
-        momentum, skipping = muon.MuonState(arrays["momentum"]), skip.SkipState(**arrays["skip"])
-        return OptimizerState(adam, momentum, skipping, figures, arrays["weights"])
+        skipping = skip.SkipState(**arrays["skip"])
+        return OptimizerState(adam, arrays["momentum"], skipping, figures, arrays["weights"])
 
     def empty_figures(self) -> dict[str, Any]:
         """The figures before any step, zeros on the host."""

@@ -21,7 +21,7 @@ unit step in the norm from root mean square to root mean square.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +58,6 @@ COEFFICIENTS: dict[str, Polynomials] = {
 MAX_AT_ONCE = 2**26
 # The numbers that one iteration of a loop over matrices takes: one matrix of 2048 x 4096.
 CHUNK = 2**23
-
-
-class MuonState(NamedTuple):
-    """The momentum, one array per leaf."""
-
-    momentum: Any
 
 
 def coefficients(name: str, steps: int) -> Polynomials:
@@ -106,8 +100,8 @@ def scale_by_muon(
     momentum_dtype: Any = jnp.float32,
     owned: Callable[[], Mapping[str, jax.Array | int]] = dict,
 ) -> optax.GradientTransformationExtraArgs:
-    """Turns gradients [..., in, out] into directions in `dtype`. Momentum adds up in float32,
-    whatever format it is kept in.
+    """Turns gradients [..., in, out] into directions in `dtype`. Its state is the momentum of each,
+    which adds up in float32 whatever format it is kept in.
 
     `owned`, called at each update, gives the number of matrices in use (the first ones) of leaves
     that use only some, by name. `clip` is applied to each gradient first. With `keep` false, a
@@ -115,11 +109,9 @@ def scale_by_muon(
     """
 
     def init(params):
-        return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, momentum_dtype), params))
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, momentum_dtype), params)
 
-    def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
-        del params, extra
-
+    def update(updates, momenta, params=None, *, keep=True, clip=lambda g: g):
         def momentum_step(g, buf):
             """What is orthogonalised, and the new momentum."""
             g = clip(g.astype(jnp.float32))
@@ -158,8 +150,8 @@ def scale_by_muon(
 
         in_use = owned()
         leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
-        directions, momenta = [], []
-        for (path, g), buf in zip(leaves, jax.tree.leaves(state.momentum), strict=True):
+        directions, after = [], []
+        for (path, g), buf in zip(leaves, jax.tree.leaves(momenta), strict=True):
             number = in_use.get(path[-1].key) if path else None
             if number is None and g.size > MAX_AT_ONCE:
                 direction, new = in_chunks(g, buf)
@@ -167,9 +159,8 @@ def scale_by_muon(
                 direction, new = momentum_step(g, buf)
                 direction = orthogonalize_in_use(direction, number, polynomials, dtype)
             directions.append(direction)
-            momenta.append(new)
-        new_state = MuonState(jax.tree.unflatten(structure, momenta))
-        return jax.tree.unflatten(structure, directions), new_state
+            after.append(new)
+        return jax.tree.unflatten(structure, directions), jax.tree.unflatten(structure, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -106,7 +106,7 @@ class StepCase:
             back = COPY
         elif self.layout.methods[name] == "muon":
             back = self.muon_itemsize
-        return collections.Counter(self.layout.traffic(name, back))
+        return collections.Counter(self.layout.bucket_of[name].traffic(name, back))
 
     @functools.cached_property
     def muon_numel(self) -> int:

@@ -202,7 +202,7 @@ def _locations(optimizer: Optimizer, devices: list[jax.Device], abstract: Any) -
             parts += boxes.parts_of(leaf, x)
             continue
         group = "params" if kind == "weights" else f"optimizer.{kind}"
-        for state_box in optimizer.layout.state_boxes(bucket):
+        for state_box in optimizer.layout.bucket_of[bucket].state_boxes(bucket):
             name = f"{group}.{state_box.weight.replace('/', '.')}"
             arrays[name] = jax.ShapeDtypeStruct(shapes[state_box.weight], x.dtype)
             device = devices[state_box.device]

@@ -34,10 +34,10 @@ hold two whole matrices, 0 and 2 one and an unused slot; each orthogonalises its
 halves go back; an all-gather gives every device all six directions.
 
 State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of
-the mesh. `state_boxes` lists the boxes of each device.
+the mesh. `Bucket.state_boxes` lists the boxes of each device.
 
 The exchange in rounds (`owners`) is the most complicated code here, for 3% of the bytes. What a
-device of ZAYA1-base puts in and gets out in a step, with directions in bfloat16 (`Layout.traffic`),
+device of ZAYA1-base puts in and gets out in a step, with directions in bfloat16 (`Bucket.traffic`),
 against two simpler schemes in the exchange's place:
 
     devices (data)                                 64      1,024     1,016

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from zaya_jax.config import UserError
 
@@ -127,7 +126,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class StateBox:
-    """One box of a weight's state that one device holds; `layout.state_boxes(bucket)` lists them all."""
+    """One box of a weight's state that one device holds; `Bucket.state_boxes` lists them all."""
 
     weight: str  # path of the weight
     device: int  # index in mesh.devices.flat
@@ -153,12 +152,8 @@ class Bucket(abc.ABC):
         """The shape of the state over all devices, in the order of the mesh."""
 
     @abc.abstractmethod
-    def spec(self, name: str) -> PartitionSpec:
-        """The mesh axes that split it."""
-
-    @abc.abstractmethod
-    def num_shards(self, name: str) -> int:
-        """The number of devices with different parts of it."""
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that split its first dim."""
 
     @abc.abstractmethod
     def state_boxes(self, name: str) -> Iterable[StateBox]:

@@ -33,11 +33,8 @@ class Unsharded(Bucket):
         w = self.weight
         return (*w.stack, *w.matrix) if w.method == "muon" else w.shape
 
-    def spec(self, name: str) -> PartitionSpec:
-        return PartitionSpec()
-
-    def num_shards(self, name: str) -> int:
-        return 1
+    def axes(self, name: str) -> tuple[str, ...]:
+        return ()
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         return {}
@@ -127,24 +124,12 @@ class Layout:
 
     def spec(self, name: str) -> PartitionSpec:
         """A bucket's PartitionSpec: its first dim over every axis, or over those of its weights."""
-        return self.bucket_of[name].spec(name)
+        axes = self.bucket_of[name].axes(name)
+        return PartitionSpec(axes) if axes else PartitionSpec()
 
     def num_shards(self, name: str) -> int:
         """The number of devices with different parts of a bucket."""
-        return self.bucket_of[name].num_shards(name)
-
-    def state_boxes(self, name: str) -> list[StateBox]:
-        """The boxes of a weight's state on each device: every box once, or once for each device
-        that has it.
-
-        `spec` determines a device's part of a bucket's array.
-        """
-        return list(self.bucket_of[name].state_boxes(name))
-
-    def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and the padding
-        among them."""
-        return self.bucket_of[name].traffic(name, direction_bytes)
+        return self.grid.size(self.bucket_of[name].axes(name))
 
     # ############################################################################################
     # Trees like the parameters

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.optim.zero import owners
@@ -135,11 +134,8 @@ class Matrices(Bucket):
     def shape(self, name: str) -> tuple[int, ...]:
         return (self.device_groups.size * self.slots, *self.matrix)
 
-    def spec(self, name: str) -> PartitionSpec:
-        return PartitionSpec(self.grid.names)
-
-    def num_shards(self, name: str) -> int:
-        return self.grid.num_devices
+    def axes(self, name: str) -> tuple[str, ...]:
+        return self.grid.names
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         """An exchange is a mean over devices, of both ways."""

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.zero.grid import Bucket, Grid, StateBox, Weight, boxes, sum_of_squares
 
@@ -71,16 +70,9 @@ class Vectors(Bucket):
             self.pending_sum_axes = {self.whole_name: self.replica_axes}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return (self.sizes[name] * self.num_shards(name),)
+        return (self.sizes[name] * self.grid.size(self.axes(name)),)
 
-    def num_shards(self, name: str) -> int:
-        return self.grid.size(self._axes(name))
-
-    def spec(self, name: str) -> PartitionSpec:
-        axes = self._axes(name)
-        return PartitionSpec(axes) if axes else PartitionSpec()
-
-    def _axes(self, name: str) -> tuple[str, ...]:
+    def axes(self, name: str) -> tuple[str, ...]:
         return self.grid.names if name == self.cut_name else self.sharded_axes
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
