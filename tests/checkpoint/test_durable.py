@@ -180,9 +180,7 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     assert len(asked) == (3 if kind == "silent" else 0)
     monkeypatch.setattr(storage, "GIVE_UP_AFTER", 1.0)
     monkeypatch.setattr(storage, "DELAYS", (0.1,) * 100)
-    with contextlib.suppress(StorageError):
-        vault.read(5, "x")
-    check_storage_error("after 1 attempt:", vault.read, 5, "x")  # until there is an answer
+    check_storage_error(r"after \d\d? attempts:", vault.read, 5, "x")
     assert time.monotonic() - begun < 20
     silent.close()
 

@@ -6,7 +6,7 @@ several attempts.
     storage.get("5/meta/data.json")          FileError about the file, Unreachable about the storage
 
 An error about a file (it is missing, or a disk cannot read it) is final. Any other is tried again
-after DELAYS, until nothing has succeeded for GIVE_UP_AFTER seconds.
+after DELAYS, for at most some GIVE_UP_AFTER seconds.
 """
 
 import concurrent.futures
@@ -29,8 +29,7 @@ IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 READ_TIMEOUT = 60  # seconds without a byte of an answer
 RESPONSE_TIMEOUT = 300.0  # seconds for one request, of at most 32 MiB
-# After this many seconds without a success, nothing is tried a second time until something succeeds.
-GIVE_UP_AFTER = 100.0
+GIVE_UP_AFTER = 100.0  # seconds, after which a request is not tried again
 FILE_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # A disk that cannot read a file now will not in a second: that is damage, and reported at once.
 UNREADABLE = (errno.EIO, errno.EBADMSG)
@@ -83,7 +82,7 @@ class Storage:
         self.folder = Path(self._root) if local else None
         # Called when requests begin to fail, once until one succeeds.
         self.on_first_failure: Callable[[str], None] = lambda _: None
-        self.failing_since: float | None = None  # until a request succeeds
+        self.is_failing = False  # until a request succeeds
         # Whether requests to a folder may be cancelled, too. Each takes a thread then, and threads
         # that read chunks keep their memory.
         self.may_be_cancelled = not local
@@ -177,8 +176,8 @@ class Storage:
         """function(*args), tried again while that may help; the error says what could not be
         done."""
         where = f"{self.url}/{name}" if name else self.url
+        begun = time.monotonic()
         for number, delay in enumerate((*DELAYS, None), 1):
-            begun = time.monotonic()
             try:
                 result = (
                     self._in_time(function, *args) if self.may_be_cancelled else function(*args)
@@ -186,7 +185,7 @@ class Storage:
             except Exception as error:  # client libraries' own classes are no OSErrors
                 failure = error
             else:
-                self.failing_since = None
+                self.is_failing = False
                 return result
             if self._cancelled.done():
                 raise Unreachable(
@@ -195,15 +194,14 @@ class Storage:
             why = f"cannot {verb} {where}"
             about_file = self._is_about_file(verb, failure)
             if about_file or isinstance(failure, PermissionError):
-                self.failing_since = None  # this is an answer, too
+                self.is_failing = False  # this is an answer, too
                 kind = FileError if about_file else Unreachable
                 raise kind(self._failure_text(why, failure)) from failure
-            first = self.failing_since is None
-            self.failing_since = self.failing_since or begun
-            if delay is None or time.monotonic() - self.failing_since > GIVE_UP_AFTER:
+            was_failing, self.is_failing = self.is_failing, True
+            if delay is None or time.monotonic() - begun > GIVE_UP_AFTER:
                 why += f" after {number} attempt{'s' if number > 1 else ''}"
                 raise Unreachable(self._failure_text(why, failure)) from failure
-            if first:
+            if not was_failing:
                 self.on_first_failure(f"warning: {why} yet: {reason(failure)}; trying again")
             concurrent.futures.wait([self._cancelled], delay)
         raise AssertionError("the last attempt returns or raises")

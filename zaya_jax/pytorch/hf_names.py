@@ -189,12 +189,9 @@ _THEIR_DEFAULTS = {
 def model_from_json(config: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
     if config.get("model_type") != "zaya":
-        what = "it has no model_type"
-        if "model_type" in config:
-            what = f"model_type is {shown(config['model_type'])}"
         raise UserError(
-            f"{where}: {what}; only models of transformers' 'zaya' can be read, give such a"
-            " directory"
+            f"{where}: model_type is {shown(config.get('model_type'))}; only models of transformers'"
+            " 'zaya' can be read, give such a directory"
         )
     unknown = sorted(set(config) - MODEL_KEYS - _IGNORED)
     if unknown:

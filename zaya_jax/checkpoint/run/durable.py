@@ -121,7 +121,7 @@ class Durable:
             self._say(
                 f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on"
             )
-            if self.vault.storage.failing_since:
+            if self.vault.storage.is_failing:
                 waiting = set(self._waiting)  # to which another thread may be adding a step
                 self._failed |= dict.fromkeys(waiting, error)
                 self._waiting -= waiting
