@@ -16,6 +16,17 @@ What a run does with its checkpoints (when to save, what to keep, where copies g
 wing imports this one, never the reverse.
 """
 
-from zaya_jax.checkpoint.handler import Handler
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zaya_jax.checkpoint.handler import Handler
 
 __all__ = ["Handler"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Handler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zaya_jax.checkpoint.handler import Handler
+
+    return Handler
