@@ -14,7 +14,7 @@ from zaya_jax.checkpoint import source
 from zaya_jax.checkpoint.run import look, timings
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import UserError
-from zaya_jax.pytorch import adapters, exchange, hub, tokenizer_files
+from zaya_jax.pytorch import adapters, exchange, hub
 from zaya_jax.pytorch.card import PLACEHOLDER, Publication
 from zaya_jax.report.document import Table, write_page
 from zaya_jax.report.text import byte_size
@@ -157,7 +157,6 @@ def to_hf(args: Any) -> int:
                 publication,
                 args.quantize,
             )
-        print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")
     if args.push:
         print(f"pushed: {hub.push(made, args.push, args.private)}")

@@ -283,7 +283,6 @@ def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
         "<|eos|>",
         "<|pad|>",
     )
-    assert "as fine-tuning does here" in tokenizer_files.describe_template(made)
     for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
         assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
     back = exchange.from_hf(made, tmp_path / "imported")
@@ -312,4 +311,3 @@ def test_a_template_that_came_is_learnt_and_stays(folder, tmp_path, trained):
     kept, config = tokenizer_files.read_files(run), None if trained == "not" else c
     tokenizer_files.write(target, kept, tokenizers.load(run), config)
     assert tokenizer_files.came_with_template(target)
-    assert "came with" in tokenizer_files.describe_template(target)

@@ -63,15 +63,6 @@ def came_with_template(folder: Path) -> bool:
     return bool(chat_template.model_templates(read_files(folder)))
 
 
-def describe_template(folder: Path) -> str:
-    """The chat template of a model directory, in words."""
-    if came_with_template(folder):
-        return "the chat template is the one that the model came with"
-    if not (folder / TEMPLATE).is_file():
-        return "no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
-    return f"{TEMPLATE} spells conversations as fine-tuning does here"
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     """The content of tokenizer_config.json; empty if it is missing or unreadable."""
     file = folder / CONFIG
