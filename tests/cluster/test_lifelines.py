@@ -14,7 +14,7 @@ import pytest
 from multiprocess_runs import STRANGE, free_port
 from waiting import until
 
-from zaya_jax.cluster import connections
+from zaya_jax.cluster import connections, leaving
 from zaya_jax.cluster.lifelines import Lifelines, RunEnd
 from zaya_jax.cluster.rank import LostProcess, Rank
 from zaya_jax.config import UserError
@@ -23,12 +23,16 @@ HOST = socket.gethostname()
 
 
 class Run:
-    """Processes of one run as threads: `ends` has each one's reason for its end."""
+    """Processes of one run as threads: `ends` has each one's reason for its end. `ranks`: those that
+    begin, with the number that each counts, if they do not agree."""
 
-    def __init__(self, count, seconds):
-        self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
+    def __init__(self, count, seconds, ranks=(), address=None):
+        self.address = address or f"localhost:{free_port()}"
+        self.count, self.ends = count, {}
+        ranks = ranks or [(count, i) for i in range(count)]
         self.lifelines = [
-            Lifelines(Rank(self.address, count, i), seconds, self.leave(i)) for i in range(count)
+            Lifelines(Rank(self.address, *rank), seconds, self.leave(i))
+            for i, rank in enumerate(ranks)
         ]
 
     def leave(self, index):
@@ -38,13 +42,17 @@ class Run:
 
         return call
 
-    def begin(self, indices):
-        threads = [
-            threading.Thread(target=self.lifelines[i].roll_call, args=(20,)) for i in indices
-        ]
+    def begin(self, indices, seconds=20):
+        threads = [threading.Thread(target=self.call, args=(i, seconds)) for i in indices]
         for thread in threads:
             thread.start()
         return threads
+
+    def call(self, index, seconds):
+        try:
+            self.lifelines[index].roll_call(seconds)
+        except UserError as error:  # as a program ends by it
+            self.ends[index] = RunEnd(leaving.BAD_INPUT, index, HOST, str(error))
 
     def hang_up(self):
         for one in reversed(self.lifelines):
@@ -100,36 +108,15 @@ def test_an_error_of_one_is_everybodys_once_all_have_answered():
     assert set(run.wait_for_ends(3).values()) == {RunEnd(1, 2, HOST, "by none")}
 
 
-@contextlib.contextmanager
-def calling(ranks, seconds=20):
-    """A roll call of these all at once; what each raises, complete after it."""
-    raised = {}
-    lines = [Lifelines(rank, 60, lambda end: None) for rank in ranks]
-
-    def call(place):
-        try:
-            lines[place].roll_call(seconds)
-            lines[place].hang_up()
-        except Exception as error:
-            raised[place] = error
-
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(lines))]
-    for thread in threads:
-        thread.start()
-    yield lines, raised
-    for thread in threads:
-        thread.join(20)
-
-
 def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     run = Run(4, 20)
-    with calling([Rank(run.address, 4, i) for i in range(2)]) as (lines, raised):
-        # losses before a process comes do not concern it
-        until(lambda: 1 in lines[0]._connections)
-        bare(run, 2).close()
-    texts = {str(error) for error in raised.values()}
-    assert len(raised) == 2 and {type(error) for error in raised.values()} == {LostProcess}
-    assert len(texts) == 1 and texts.pop().startswith(f"process 2 on {HOST} is gone")
+    run.begin([0, 1])
+    # losses before a process comes do not concern it
+    until(lambda: 1 in run.lifelines[0]._connections)
+    bare(run, 2).close()
+    ends = run.wait_for_ends(2)
+    assert ends[0] == ends[1] and ends[0].code == leaving.FAILED
+    assert ends[0].text.startswith(f"process 2 on {HOST} is gone")
 
 
 def test_who_is_interrupted_while_it_looks_for_process_0_ends_at_once():
@@ -151,27 +138,27 @@ def test_who_is_interrupted_while_it_looks_for_process_0_ends_at_once():
 
 
 def test_all_who_come_go_on_and_the_port_is_free_again():
-    address = f"localhost:{free_port()}"
-    for _ in range(2):
-        with calling([Rank(address, 4, i) for i in (3, 1, 2, 0)]) as (_, raised):
-            pass
-        assert not raised
+    first = Run(4, 60)
+    for run in (first, Run(4, 60, address=first.address)):
+        for thread in run.begin([3, 1, 2, 0]):
+            thread.join()
+        run.hang_up()
+        assert not run.ends
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seconds", "kind", "words"),
+    ("ranks", "seconds", "code", "words"),
     [
-        ([(6, 0), (6, 2), (6, 3)], 1, LostProcess, "processes 1, 4 and 5 of 6 did not come within"),
-        ([(2, 0), (3, 2)], 5, UserError, "counts 3"),
-        ([(3, 0), (3, 1), (3, 1)], 5, UserError, "process 1 is there twice"),
+        ([(6, 0), (6, 2), (6, 3)], 1, 1, "processes 1, 4 and 5 of 6 did not come within"),
+        ([(2, 0), (3, 2)], 5, 2, "counts 3"),
+        ([(3, 0), (3, 1), (3, 1)], 5, 2, "process 1 is there twice"),
     ],
 )
-def test_who_is_missing_or_contradicts_the_others_is_named_by_all(ranks, seconds, kind, words):
-    address = f"localhost:{free_port()}"
-    with calling([Rank(address, *rank) for rank in ranks], seconds) as (_, raised):
-        pass
-    assert len(raised) == len(ranks), raised
-    assert all(type(error) is kind and words in str(error) for error in raised.values()), raised
+def test_who_is_missing_or_contradicts_the_others_is_named_by_all(ranks, seconds, code, words):
+    run = Run(0, 60, ranks)
+    run.begin(range(len(ranks)), seconds)
+    for end in run.wait_for_ends(len(ranks)).values():
+        assert end.code == code and words in end.text
 
 
 def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process():

@@ -2,7 +2,7 @@
 is noticed.
 
     lifelines = Lifelines(rank, seconds, leave)    a thread of its own, whatever the main one is doing
-    lifelines.roll_call(seconds)                   returns when all are there; LostProcess names the absent
+    lifelines.roll_call(seconds)                   returns when all are there; if not, `leave` names the absent
     lifelines.report(code, text, certain)          this process must end: so do all, with the first report's code
     lifelines.hang_up()                            the orderly end
 
@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 from zaya_jax.cluster.connections import Connection, Hub, OddMessage, connect, matches_shape
 from zaya_jax.cluster.leaving import BAD_INPUT, FAILED
-from zaya_jax.cluster.rank import LostProcess, Rank, name_processes, split_address
-from zaya_jax.config import UserError
+from zaya_jax.cluster.rank import Rank, name_processes, split_address
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
@@ -75,8 +74,7 @@ class Lifelines:
         self._hub.register(self._inside)
         # The roll call
         self._allowed = self._deadline = 0.0  # its seconds, and when they are over
-        self._decided = threading.Event()  # all are there, or one is refused
-        self._refusal: RunEnd | None = None
+        self._decided = threading.Event()  # all are there, or all leave
         # The end
         self._ended = threading.Event()
         self._hung_up_at = 0.0
@@ -86,8 +84,8 @@ class Lifelines:
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
 
     def roll_call(self, seconds: float) -> None:
-        """Returns on every process when all have called; LostProcess names those that did not
-        within `seconds`."""
+        """Returns on every process when all have called; all leave if some did not within
+        `seconds`. LostProcess and UserError are of process 0: no answer, or a refusal."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
             _, port = split_address(self._rank.coordinator)
@@ -100,10 +98,6 @@ class Lifelines:
             self._hub.register(connection)
         self._thread.start()
         self._decided.wait()
-        if self._refusal:
-            self._thread.join()
-            kind = UserError if self._refusal.code == BAD_INPUT else LostProcess
-            raise kind(self._refusal.text)
 
     def report(self, code: int, text: str, certain: bool) -> None:
         """Ends all processes with this code, and waits for the end.
@@ -250,11 +244,7 @@ class Lifelines:
         if self.index == 0:
             for connection in self._connections.values():
                 connection.send("end", *end)
-        if self._decided.is_set():
-            self._leave(end)
-        else:
-            self._refusal = end
-            self.wait_for_hangups()
+        self._leave(end)
 
     def wait_for_hangups(self) -> list[int]:
         """Process 0 waits until the others have hung up, so that messages on their way arrive;
