@@ -73,10 +73,6 @@ def run_distributed(program: Callable[[], int], options: argparse.Namespace | No
     _lifelines = Lifelines(rank, seconds_of(HEARTBEAT), _exit_with)
     try:
         _lifelines.roll_call(seconds_of(JOIN))
-    except LostProcess as error:
-        leaving.complain(f"error: {error}")
-        return leaving.FAILED
-    try:
         _join(rank)
         code = program()
         jax.distributed.shutdown()
