@@ -122,7 +122,7 @@ OUR_WORDS = {
     ],
     "copy failed": ["but its copy is NOT", "has no complete copy of step"],
     "data damaged": ["tokens become padding", "restore the shard"],
-    "data read again": ["reading %s failed (%s); attempt"],
+    "data read again": ["reading %s failed (%s); trying again in"],
     "interrupted": ["interrupted by {}"],
 }
 
