@@ -94,26 +94,21 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     assert store.retries > 3
 
 
-def test_a_corrupt_record_stops_the_run_and_is_named(directory, make_config):
-    path, offset, _ = place_of(directory, 1, 3)
-    damage(path, offset + 100)
-    stream = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
-    check_storage_error(
-        f"corrupt record 3 of shard {path.name}", collections.deque, stream, maxlen=0
+def test_a_corrupt_record_stops_the_run_or_is_skipped_and_counted(directory, make_config, caplog):
+    stops, skips = (
+        make_config(path=str(directory), on_corrupt=how, seq_len=512) for how in ("stop", "skip")
     )
-
-
-def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_config, caplog):
-    config = make_config(path=str(directory), on_corrupt="skip", seq_len=512)
     epoch = -(-PreparedStore(str(directory)).num_tokens // 512) // 8
-    sound = pipeline.train_stream(make_config(path=str(directory), seq_len=512), TOK)
+    sound = pipeline.train_stream(stops, TOK)
     before = [next(sound) for _ in range(epoch)]
     path, offset, _ = place_of(directory, 0, 3)
     damage(path, offset + 100)
-    stream = pipeline.train_stream(config, TOK)
+    says = f"corrupt record 3 of shard {path.name}"
+    check_storage_error(says, collections.deque, pipeline.train_stream(stops, TOK), maxlen=0)
+    stream = pipeline.train_stream(skips, TOK)
     after = [next(stream) for _ in range(epoch)]
     assert stream.metrics()["data/corrupt"] == 1
-    assert f"corrupt record 3 of shard {path.name}" in caplog.text
+    assert says in caplog.text
     lost = 0
     for a, b in zip(after, before, strict=True):
         hole = (a["segment_ids"] == 0) & (b["segment_ids"] > 0)

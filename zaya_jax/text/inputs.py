@@ -55,7 +55,7 @@ class NotText(BadInput):
 
 @dataclasses.dataclass(frozen=True)
 class InputRange:
-    """A range of bytes of one input file: all of it, or the lines or row groups that begin there."""
+    """A range of bytes of an input file: all of it, or the lines or row groups that begin there."""
 
     path: str
     name: str  # relative, the same on any machine

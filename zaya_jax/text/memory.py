@@ -104,8 +104,8 @@ class Chats:
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
             f"{self.path}: {self.number(train)} {UNITS[self.together]} to learn and"
-            f" {self.number(held_out)} held out"
-            f", {sum(map(len, blocks)):,} tokens ({chat.in_words(self.counts)})"
+            f" {self.number(held_out)} held out, {sum(map(len, blocks)):,} tokens"
+            f" ({chat.in_words(self.counts)})"
         )
         return blocks[0], blocks[1], note
 
@@ -194,7 +194,10 @@ def read_whole(
     are."""
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
-    note = f"{path}: {chats.number(documents)} {UNITS[chats.together]} to evaluate on ({chat.in_words(chats.counts)})"
+    note = (
+        f"{path}: {chats.number(documents)} {UNITS[chats.together]} to evaluate on"
+        f" ({chat.in_words(chats.counts)})"
+    )
     return token_block.concatenate(documents, tokenizer), note
 
 

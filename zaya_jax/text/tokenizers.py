@@ -1,8 +1,8 @@
 """Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain
 files.
 
-`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Bytes are one
-like any other, only faster.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Bytes are
+one like any other, only faster.
 """
 
 import dataclasses
