@@ -206,7 +206,7 @@ class ShardWriter:
         self._offsets = array.array("Q", [0])
         self._crcs = array.array("Q")
         self._lengths = array.array("Q")
-        self._tokens = self._pages = 0
+        self._pages = 0
 
     def add(self, document: Document) -> None:
         """Append one document."""
@@ -242,7 +242,7 @@ class ShardWriter:
             "task": self._task,
             "bundles": len(self._offsets) - 1,
             "bytes": bundles_end + len(bundle_table) + len(document_table),
-            "tokens": self._tokens,
+            "tokens": sum(self._lengths),
             "documents": len(self._lengths),
             "pages": self._pages,
             "places_at": bundles_end,
@@ -282,7 +282,6 @@ class ShardWriter:
         self._offsets.append(end)
         self._crcs.append(crc_of(record))
         self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
-        self._tokens += len(starts)
 
 
 def write_atomically(
