@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import tarfile
+import types
 
 import numpy as np
 import pyarrow
@@ -90,7 +91,7 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
 
 
 @pytest.mark.usefixtures("in_process")
-def test_damage_costs_what_cannot_be_read(tmp_path):
+def test_damage_costs_what_cannot_be_read(tmp_path, monkeypatch):
     raw = b"".join(
         json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n"
         for i in range(20_000)
@@ -109,11 +110,32 @@ def test_damage_costs_what_cannot_be_read(tmp_path):
     documents, counts, examples = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
     assert documents == 900 and counts == {BAD: 1}
     assert "c.parquet, row group 5 is damaged" in examples[BAD][0]
+    own = pyarrow.parquet.ParquetFile.iter_batches
+    with monkeypatch.context() as patch:  # as where a bit of the footer is another
+        patch.setattr(
+            pyarrow.parquet.ParquetFile,
+            "iter_batches",
+            lambda file, size, groups, columns: own(
+                file, size, groups if groups != [4] else [], columns
+            ),
+        )
+        documents, _, examples = left_out(tmp_path / "c.parquet", out=tmp_path / "out-f")
+    assert documents == 800 and "row group 4 is damaged: 100 rows are miss" in examples[BAD][0]
+    real = pyarrow.parquet.ParquetFile(tmp_path / "c.parquet").metadata
+    with monkeypatch.context() as patch:
+        other = types.SimpleNamespace(num_rows=999, row_group=real.row_group)
+        patch.setattr(pyarrow.parquet.ParquetFile, "metadata", other)
+        options = Options([str(tmp_path / "c.parquet")])
+        check_refused("its footer has two numbers of rows", here, options, tmp_path / "g")
+    (tmp_path / "e.parquet").write_bytes(bytes(1000))
+    (tmp_path / "f.parquet").write_bytes(parquet({"n": rows}, row_group_size=100))
+    (tmp_path / "u.txt").write_text("sound")
+    documents, counts, _ = left_out(tmp_path / "[efu].*", out=tmp_path / "out-e", part_bytes=300)
+    assert documents == 1 and counts == {BAD: 2}  # whatever the number of their ranges
     table = pyarrow.table(
         {"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())}
     )
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
-    (tmp_path / "u.txt").write_text("sound")
     documents, _, examples = left_out(tmp_path / "[du].*", out=tmp_path / "out-d")
     assert documents == 1 and "d.parquet, row group 0 is damaged: 'utf-8'" in examples[BAD][0]
 

@@ -237,8 +237,9 @@ def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
                 yield from _samples_of_rows(piece, _arrow_rows(piece, form), 0, form)
             case kind:
                 raise NotText(piece, kind)
-    except BadInput as error:
-        yield error
+    except BadInput as error:  # of the whole file, of which its first range tells
+        if not piece.start:
+            yield error
     except DAMAGE as error:
         yield BadInput(f"cannot read {piece}: {first_line(error)}")
 
@@ -343,7 +344,7 @@ def _open_parquet(path: str) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-    except (OSError, pyarrow.ArrowException, ValueError) as error:
+    except (ValueError, pyarrow.ArrowNotImplementedError) as error:
         raise BadInput(
             f"{text_files.printable(path)} is not a Parquet file: {first_line(error)}"
         ) from None
@@ -352,18 +353,28 @@ def _open_parquet(path: str) -> Any:
 def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     with _open_parquet(piece.path) as file:
         names = file.schema_arrow.names
-        if piece.start and not form.is_in(names):
-            return  # it is the file's, and was said of its first range
         columns = _columns(piece, names, form)
-        for group in range(file.num_row_groups):
-            begin = file.metadata.row_group(group).column(0).data_page_offset
+        groups = list(map(file.metadata.row_group, range(file.num_row_groups)))
+        if sum(group.num_rows for group in groups) != file.metadata.num_rows:
+            raise BadInput(f"{piece} is damaged: its footer has two numbers of rows")
+        for number, group in enumerate(groups):
+            begin = group.column(0).data_page_offset
             # one that a damaged footer puts elsewhere is read with an end of the file
             if not piece.start <= max(0, min(begin, piece.stamp[0] - 1)) < piece.stop:
                 continue
-            batches = file.iter_batches(256, [group], columns)
-            # Arrow's maps as objects: of two values of one key the last counts, as in JSON.
-            rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="lossy"))
-            yield from _samples_of_rows(piece, rows, group, form)
+            yield from _samples_of_rows(piece, _rows_of_group(file, number, columns), number, form)
+
+
+def _rows_of_group(file: Any, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a row group; ValueError where there are not as many as the footer says, as where
+    a flipped bit has put its pages elsewhere."""
+    missing = file.metadata.row_group(group).num_rows
+    for batch in file.iter_batches(256, [group], columns):
+        missing -= batch.num_rows
+        # Arrow's maps as objects: of two values of one key the last counts, as in JSON.
+        yield from batch.to_pylist(maps_as_pydicts="lossy")
+    if missing:
+        raise ValueError(f"{missing:,} rows are missing")
 
 
 def _columns(piece: InputRange, names: list[str], form: Form) -> list[str]:
