@@ -74,12 +74,11 @@ class Section:
     text: str = ""
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    tiles: Sequence[Tile] = ()
     pictures: str = ""  # HTML, on the page alone: figures
     below: str = ""  # HTML, on the page alone: anything else
 
     def __bool__(self) -> bool:
-        return bool(self.tables or self.notes or self.tiles or self.pictures or self.below)
+        return bool(self.tables or self.notes or self.pictures or self.below)
 
     def markdown(self) -> str:
         """Its words and tables."""

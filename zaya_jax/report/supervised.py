@@ -4,17 +4,15 @@ Reads WORKDIR/aegis; empty without an agent's events. `aegis.accounts` assigns a
 The run's page and `python -m experiments.supervise report` show the same tables.
 """
 
-import math
-
 import numpy as np
 
 from zaya_jax.aegis import accounts
 from zaya_jax.aegis.accounts import LABELS, Account
 from zaya_jax.cluster import events
-from zaya_jax.report.document import Section, Table, Tile
+from zaya_jax.report.document import Section, Table
 from zaya_jax.report.read import Workdir
 from zaya_jax.report.svg import HeatMap
-from zaya_jax.report.text import UNITS, duration, percent
+from zaya_jax.report.text import UNITS, counted, duration, percent
 
 BINS = 96  # columns of the timeline
 ROWS = {  # of the timeline, and the uses of each
@@ -43,7 +41,6 @@ HEAD = (  # of the causes
     "found in, median / worst",
     "recovered in",
 )
-MOST_ROWS = 40
 
 
 def supervised_section(run: Workdir) -> Section:
@@ -51,8 +48,8 @@ def supervised_section(run: Workdir) -> Section:
     account = accounts.account_of(events.read(run.path))
     if account is None or account.end <= account.begin:
         return Section("Interruptions")
-    tables, tiles = account_tables(account), _tiles(account)
-    return Section("Interruptions", INTRO, tables, tiles=tiles, pictures=timeline(account))
+    text = f"{_summary(account)} {INTRO}"
+    return Section("Interruptions", text, account_tables(account), pictures=timeline(account))
 
 
 def account_tables(account: Account) -> list[Table]:
@@ -77,27 +74,21 @@ def account_tables(account: Account) -> list[Table]:
         ]
         causes.append(cells)
     if causes:
-        note = RECOVERED
-        if len(causes) > MOST_ROWS:
-            note = f"{len(causes) - MOST_ROWS} more causes are not shown. {note}"
-        tables.append(Table("Interruptions by cause", HEAD, causes[:MOST_ROWS], note=note))
+        tables.append(Table("Interruptions by cause", HEAD, causes, note=RECOVERED))
     return tables
 
 
-def _tiles(account: Account) -> list[Tile]:
+def _summary(account: Account) -> str:
+    """Goodput, and what faults cost."""
     faults, supervised = account.faults, account.supervised
-    lost = sum(cause.lost for cause in faults)
-    rate = f"one in {duration(supervised / len(faults))}" if faults else "none"
-    tiles = [
-        ("Goodput", percent(account.goodput), f"of {duration(supervised)} supervised"),
-        ("Interruptions", f"{len(faults):,}", rate),
-        ("Lost to them", duration(lost), percent(lost / supervised) if supervised else ""),
-    ]
+    parts = [f"Goodput {percent(account.goodput)} of {duration(supervised)} supervised"]
+    if faults:
+        lost = duration(sum(cause.lost for cause in faults))
+        parts.append(f"{counted(len(faults), 'interruption')} took {lost}")
     recoveries = [cause.recover for cause in faults if cause.recover is not None]
     if recoveries:
-        longest = duration(max(recoveries))
-        tiles.append(("Longest recovery", longest, "from the fault to the first new step"))
-    return tiles
+        parts.append(f"the longest recovery {duration(max(recoveries))}")
+    return f"{'; '.join(parts)}."
 
 
 def timeline(account: Account) -> str:
@@ -133,10 +124,8 @@ def binned(account: Account) -> np.ndarray:
 
 
 def account_text(account: Account | None) -> str:
-    """The tables in words."""
+    """The same as text."""
     if account is None:
         return "No agent has recorded a start here.\n"
-    supervised = duration(account.supervised)
-    goodput = percent(account.goodput) if math.isfinite(account.goodput) else "not known"
     tables = "\n".join(table.markdown() for table in account_tables(account))
-    return f"Goodput {goodput} of {supervised} supervised.\n\n{tables}"
+    return f"{_summary(account)}\n\n{tables}"
