@@ -171,7 +171,7 @@ def _stretches(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ..
     return [list(stretch) for finite, stretch in groups if finite]
 
 
-def draw(line: Curve, x: Axis, y: Axis) -> str:
+def _curve(line: Curve, x: Axis, y: Axis) -> str:
     """One curve, with its band."""
     drawn = ""
     for stretch in _stretches(line.band):
@@ -225,7 +225,7 @@ class Chart:
         left, top, wide, height = LEFT, TOP - 4, WIDTH - RIGHT - LEFT + 8, FLOOR - TOP + 5
         place = f'x="{left}" y="{top}" width="{wide}" height="{height}"'
         window = f'<svg {place} viewBox="{left} {top} {wide} {height}">'
-        curves = "".join(draw(line, x, y) for line in self.lines)
+        curves = "".join(_curve(line, x, y) for line in self.lines)
         bad_steps = thinned(self.bad_steps, BAD_MARKS)
         marks = "".join(_bad_mark(x(step), step, self.bad) for step in bad_steps)
         axes = value_axis(y, self.unit)
