@@ -155,7 +155,7 @@ def _change(config: ConfigDict, change: str) -> None:
             config[last] = tuple(literal_eval(value))
         else:  # one string may stand alone: --config.kernels=none
             config[last] = (value,)
-    except (KeyError, SyntaxError, TypeError, ValueError):
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError):  # also of a group
         expected = {bool: "true or false", int: "a whole number", float: "a number"}
         raise UserError(f"{change}: expected {expected.get(kind, kind.__name__)}") from None
 
