@@ -17,7 +17,7 @@ import re
 import statistics
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,14 +42,6 @@ SHOWN = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 PER_LAYER_EVERY = 10
 
 
-class Pending(NamedTuple):
-    """The figures of a step that was dispatched."""
-
-    now: Step
-    figures: Any
-    seconds: float | None  # of the step; None: it is not over yet
-
-
 class Figures:
     """The figures of one start, and `unsound`: how many updates in a row had no effect, up to the
     last one."""
@@ -64,7 +56,8 @@ class Figures:
         self._pace, self._guard = pace, guard
         self._first_step = planned.reached + 1
         self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=ETA_STEPS)
-        self._pending: Pending | None = None
+        # A step that was dispatched, its figures, and its seconds or None if it is not over yet.
+        self._pending: tuple[Step, Any, float | None] | None = None
         self._peak = peak_flops(jax.devices()[0].device_kind, planned.recipe.config.precision)
 
     def take(self, now: Step, figures: Any) -> None:
@@ -75,7 +68,7 @@ class Figures:
         self._pace.mark("figures")
         # A CPU has ended the step by now; on an accelerator it ends when its figures are there.
         seconds = self._pace.end_step() if figures["loss"].is_ready() else None
-        self._pending = Pending(now, figures, seconds)
+        self._pending = now, figures, seconds
 
     def pop(self) -> tuple[Step, dict[str, Any]]:
         """Waits for the figures of the last step; returns (the step, its figures)."""

@@ -8,20 +8,15 @@ are left out.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, fields, shown
 from zaya_jax.optim.chain import WeightRule
 from zaya_jax.training.recipe import PlacedPhase, Recipe
 
-
-class Unused(NamedTuple):
-    """Keys, or groups of them, without an effect where `holds` is true of the config."""
-
-    keys: tuple[str, ...]
-    because: str
-    holds: Callable[[Config], bool]
+# Keys, or groups of them; why they have no effect; whether that holds for a config.
+type Row = tuple[tuple[str, ...], str, Callable[[Config], bool]]
 
 
 def _value(key: str, c: Config) -> Any:
@@ -44,19 +39,19 @@ def _path_is_replaced(c: Config) -> bool:
 
 LEAVES = tuple(fields.leaves(Config))
 OF_PHASES = "each of schedule.phases has its own"
-TABLE = (
-    Unused(("run.beta",), "run.preference is none", lambda c: not c.run.takes_pairs),
-    Unused(
+TABLE: tuple[Row, ...] = (
+    (("run.beta",), "run.preference is none", lambda c: not c.run.takes_pairs),
+    (
         ("run.spike_deviations",),
         "run.skip_update is not spike (guard.spike_deviations is about going back)",
         lambda c: c.run.skip_update != "spike",
     ),
-    Unused(
+    (
         ("run.changed_source",),
         "the config names no model.layer and no model.router",
         lambda c: not c.model.layer and not c.model.router,
     ),
-    Unused(
+    (
         (
             "optim.momentum",
             "optim.nesterov",
@@ -70,7 +65,7 @@ TABLE = (
         lambda c: c.optim.name == "adamw",
     ),
     # A layer of one's own may read any key of the model.
-    Unused(
+    (
         (
             "model.moe_intermediate_size",
             "model.router_hidden_size",
@@ -85,57 +80,55 @@ TABLE = (
         "model.model_type is dense",
         lambda c: c.model.model_type == "dense" and not c.model.layer,
     ),
-    Unused(
+    (
         ("model.intermediate_size",),
         "model.model_type is not dense",
         lambda c: c.model.model_type != "dense" and not c.model.layer,
     ),
-    Unused(
+    (
         ("model.sliding_window",),
         "none of model.layer_types is hybrid_sliding",
         lambda c: "hybrid_sliding" not in c.model.kinds and not c.model.layer,
     ),
-    Unused(
+    (
         ("precision.matmul",),
         "precision.compute is bfloat16",
         lambda c: c.precision.compute == "bfloat16",
     ),
-    Unused(
+    (
         ("guard.spike_deviations", "guard.rollbacks"),
         "guard.spike_steps is 0",
         lambda c: not c.guard.spike_steps,
     ),
-    Unused(
+    (
         ("eval.tasks_every", "eval.tasks_limit", "eval.tasks_path"),
         "eval.tasks names none",
         lambda c: not c.eval.tasks,
     ),
-    Unused(
-        ("eval.every", "checkpoint.keep_best"), "eval.windows is 0", lambda c: not c.eval.windows
-    ),
-    Unused(
+    (("eval.every", "checkpoint.keep_best"), "eval.windows is 0", lambda c: not c.eval.windows),
+    (
         ("checkpoint.keep_best",),
         "no step before the last is a multiple of both eval.every and checkpoint.every_steps",
         lambda c: math.lcm(c.eval.every, c.checkpoint.every_steps) >= c.run.num_steps,
     ),
-    Unused(
+    (
         ("schedule.final_lr_fraction",),
         "schedule.decay_fraction is 0",
         lambda c: not c.schedule.decay_fraction and not c.schedule.decay_steps,
     ),
-    Unused(
+    (
         ("schedule.decay_fraction",),
         "schedule.decay_steps takes its place",
         lambda c: bool(c.schedule.decay_steps),
     ),
-    Unused(("data.path",), "mixtures take its place", _path_is_replaced),
-    Unused(
+    (("data.path",), "mixtures take its place", _path_is_replaced),
+    (
         ("schedule.decay_fraction", "schedule.final_lr_fraction"),
         f"{OF_PHASES} lr",
         lambda c: bool(c.schedule.phases) and all(phase.lr for phase in c.schedule.phases),
     ),
     # A file's phases may take their rates from it.
-    Unused(
+    (
         ("optim.lr",),
         OF_PHASES,
         lambda c: (
@@ -144,7 +137,7 @@ TABLE = (
         ),
     ),
     *(
-        Unused((key,), OF_PHASES, functools.partial(_is_replaced, key, name))
+        ((key,), OF_PHASES, functools.partial(_is_replaced, key, name))
         for name, key in {**schedule.RUN_WIDE_KEYS, "mixture": "data.mixture"}.items()
     ),
 )
