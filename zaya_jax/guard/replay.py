@@ -43,7 +43,7 @@ from zaya_jax.config import Config
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import AXES
 from zaya_jax.training import step as steps
-from zaya_jax.training.gradients import gradients
+from zaya_jax.training.gradients import Way, gradients
 from zaya_jax.training.state import REPLICATED, Setup
 
 WORDS = 4  # of a hash: 64 bits, sixteen in each float, since a slot's gradient is float32
@@ -73,11 +73,12 @@ class Replay:
         def hashes(params, bias, batch, frozen):
             # Not the number of targets: any constant will do, since only bits are compared.
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
-            by_layer: dict[str, Any] = {}
+            by_layer: dict[str, Way] = {}
             if not adapted:
                 for path, x in trees.flat(params, "/").items():
                     if path.startswith("layers/"):
-                        by_layer[path] = HashInsteadOfReduce(x.shape[0])
+                        # Only the hash of each layer's gradient leaves, nothing is reduced.
+                        by_layer[path] = Way((x.shape[0], WORDS), hashed)
 
             def loss_of(params, micro, stored):
                 return loss_fn(params, bias, micro, total, stored, frozen)
@@ -141,19 +142,6 @@ class Replay:
             results.append(compute(moved_by=2))
             finding = differs_from_others(results, compared, self._spread.data, names)
         return finding
-
-
-class HashInsteadOfReduce:
-    """Takes the place of a reduction of a layer's gradients over devices (`optim.zero.by_layer`):
-    returns only their hash."""
-
-    def __init__(self, layers: int):
-        self.shape = (layers, WORDS)
-
-    @staticmethod
-    def share_of_layer(gradient: jax.Array) -> jax.Array:
-        """The hash of one layer's gradient."""
-        return hashed(gradient)
 
 
 def hashed(x: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ Weights are of three kinds, by where their gradients are stored:
               there is no second buffer as large as the weights.
     leaving   each device's share. A layer's gradient is reduced over devices as soon as it is computed, while the
               backward pass goes on. Several micro-batches would each take a reduction, so theirs are plain, and the
-              optimizer reduces their sums. Gradients of bfloat16 copies leave even then, in float32 and unreduced
-              (`Unreduced`): as gradients of the copies themselves they would be rounded.
+              optimizer reduces their sums. Gradients of bfloat16 copies leave even then, in float32 and unreduced:
+              as gradients of the copies themselves they would be rounded.
     experts   kernels read the weights in the stack of all layers, and write their gradients into a second such stack;
               or into shares, if the gradients of both weights (EXPERTS) can leave. Weights that lie in float32 are
               rounded once for the whole step: in a kernel's inner loop that would happen for each tile.
@@ -31,18 +31,15 @@ from zaya_jax.model.scan_hooks import ScanHooks
 from zaya_jax.optim.zero.by_layer import ByLayer
 
 
-class Unreduced(NamedTuple):
-    """A way for gradients that are reduced later; see `optim.zero.by_layer`."""
+class Way(NamedTuple):
+    """A way for gradients to leave: what all layers leave has this shape, and each layer's is made
+    of its gradient."""
 
     shape: tuple[int, ...]
-
-    @staticmethod
-    def share_of_layer(gradient: jax.Array) -> jax.Array:
-        """All of one layer's gradient."""
-        return gradient
+    share_of_layer: Callable[[jax.Array], jax.Array]
 
 
-Ways = Mapping[str, ByLayer | Unreduced]  # how gradients can leave, by the weight's path
+Ways = Mapping[str, ByLayer | Way]  # how gradients can leave, by the weight's path
 LAYERS = "layers/"
 EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
@@ -66,7 +63,11 @@ def gradients(
     experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
     experts = {path: w.astype(copies.get(path, w.dtype)) for path, w in experts.items()}
     if not single:
-        ways = {path: Unreduced(w.shape) for path, w in plain.items() if w.dtype != jnp.float32}
+        ways = {
+            path: Way(w.shape, lambda whole: whole)
+            for path, w in plain.items()
+            if w.dtype != jnp.float32
+        }
     places, shares = _places(experts, ways, add=not single)
     slots = {path: jnp.zeros(way.shape) for path, way in ways.items() if path in plain}
     leaving = {path: plain.pop(path) for path in slots}
