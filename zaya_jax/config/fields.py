@@ -60,34 +60,25 @@ def first_line(error: BaseException) -> str:
 
 def ranged(default: float | None, least: float, greatest: float, meaning: str) -> Any:
     """A number, or a row of numbers; infinities and NaN never fit."""
-    return _declare(default, meaning, range=(least, greatest))
+    return key(default, meaning, range=(least, greatest))
 
 
 def choice(default: Any, choices: tuple, meaning: str) -> Any:
     """One of a few words, or a row of them; a single choice is kept because other formats write the
     key."""
-    return _declare(default, meaning, choices=choices)
+    return key(default, meaning, choices=choices)
 
 
 def text(default: Any, kind: str, meaning: str) -> Any:
     """Other words, or a row of them, of one of TEXT_KINDS; an empty one only where that is the
     default."""
     assert kind in TEXT_KINDS, kind
-    return _declare(default, meaning, kind=kind)
+    return key(default, meaning, kind=kind)
 
 
-def switch(default: bool, meaning: str) -> Any:
-    """True or False."""
-    return _declare(default, meaning)
-
-
-def group(default: Any, meaning: str) -> Any:
-    """A row of dataclasses, or an optional one; a dataclass that is always there is described by
-    its docstring."""
-    return _declare(default, meaning)
-
-
-def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
+def key(default: Any, meaning: str, **metadata: Any) -> Any:
+    """True or False, a row of dataclasses, or an optional one; a dataclass that is always there is
+    described by its docstring."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, **metadata})
 
 

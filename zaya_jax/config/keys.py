@@ -6,7 +6,7 @@ Upper bounds only catch slips: they lie far above any training run so far.
 
 import dataclasses
 
-from zaya_jax.config.fields import choice, group, ranged, switch, text
+from zaya_jax.config.fields import choice, key, ranged, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "best_fit")
@@ -80,8 +80,8 @@ class Model:
     max_position_embeddings: int = ranged(
         131_072, 1, MOST, "the longest context that the model is meant for"
     )
-    attention_bias: bool = switch(False, "biases in attention's projections")
-    lm_head_bias: bool = switch(False, "a bias per token on the logits")
+    attention_bias: bool = key(False, "biases in attention's projections")
+    lm_head_bias: bool = key(False, "a bias per token on the logits")
     tie_word_embeddings: bool = choice(
         True, (True,), "the head is the embedding; ZAYA has no other"
     )
@@ -113,7 +113,7 @@ class Data:
     mixture: tuple[str, ...] = text(
         (), "source", 'in place of path, several sources: "path=weight"'
     )
-    chats: bool = switch(
+    chats: bool = key(
         False, "the data is chats (JSONL, Parquet, prepared): only answers are learnt"
     )
     tokenizer: str = text(
@@ -127,7 +127,7 @@ class Data:
     packing: str = choice(
         "concat", PACKINGS, "fill rows by concat (and split), or best_fit (decreasing)"
     )
-    cross_documents: bool = switch(False, "let documents of a row attend to each other")
+    cross_documents: bool = key(False, "let documents of a row attend to each other")
     on_corrupt: str = choice(
         "stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding"
     )
@@ -151,7 +151,7 @@ class Optim:
     )
     z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
     momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")
-    nesterov: bool = switch(True, "Muon looks ahead by its momentum")
+    nesterov: bool = key(True, "Muon looks ahead by its momentum")
     muon_scale: str = choice(
         "match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral"
     )
@@ -168,7 +168,7 @@ class Optim:
 class Balance:
     """The biases that balance the experts' load."""
 
-    enabled: bool = switch(True, "move them")
+    enabled: bool = key(True, "move them")
     lr: float = ranged(1e-3, 0, 1000, "their learning rate")
     b1: float = ranged(0.9, 0, BELOW_ONE, "as AdamW's")
     b2: float = ranged(0.95, 0, BELOW_ONE, "as AdamW's")
@@ -187,14 +187,12 @@ class Mesh:
     expert: int = ranged(1, 1, 2**16, "devices over which experts are spread, and sequences too")
     context: int = ranged(1, 1, 2**16, "devices over which the tokens of a sequence are spread")
     tensor: int = ranged(1, 1, 2**14, "devices over which heads and widths are spread")
-    fsdp: bool = switch(False, "weights lie over data too, gathered layer by layer")
-    tsp: bool = switch(
-        False, "tensor splits the sequence too: weights travel in place of activations"
-    )
-    ring: bool = switch(
+    fsdp: bool = key(False, "weights lie over data too, gathered layer by layer")
+    tsp: bool = key(False, "tensor splits the sequence too: weights travel in place of activations")
+    ring: bool = key(
         False, "over context, keys and values travel round a ring in place of being gathered"
     )
-    across: bool = switch(
+    across: bool = key(
         False, "context lies over nodes in place of inside one, which data and expert then share"
     )
 
@@ -216,7 +214,7 @@ class Phase:
     ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
     mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
     packing: str = choice("", ("", *PACKINGS), "data.packing")
-    mesh: Mesh | None = group(  # noqa: RUF009
+    mesh: Mesh | None = key(  # noqa: RUF009
         None, "the whole group; where it differs from the phase before, a new start takes over"
     )
     remat: str = choice("", ("", *REMATS), "remat")
@@ -240,7 +238,7 @@ class Schedule:
     decay_steps: int = ranged(0, 0, MOST, "steps of the decay; 0: as decay_fraction says")
     decay: str = choice("linear", DECAYS, "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
-    phases: tuple[Phase, ...] = group(
+    phases: tuple[Phase, ...] = key(
         (), "of config.Phase, in order; (): one phase of run.num_steps steps"
     )
 
@@ -281,7 +279,7 @@ class Run:
     fork: str = text(
         "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
     )
-    changed_source: bool = switch(
+    changed_source: bool = key(
         False, "go on although the file of model.layer or model.router has changed"
     )
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
