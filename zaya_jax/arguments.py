@@ -105,10 +105,3 @@ def integers(
             f"{name} hold {wrong[0]}; expected 0 to {end - 1:,}" + (f", or {also}" if also else "")
         )
     return x.astype(np.int32)
-
-
-def padded(x: np.ndarray, value: int, shape: tuple[int, int]) -> np.ndarray:
-    """The array [B, S] filled up to a larger shape."""
-    return np.pad(
-        x, [(0, to - size) for to, size in zip(shape, x.shape, strict=True)], constant_values=value
-    )

@@ -408,13 +408,11 @@ class LanguageModel:
         self._as_any_model().check()  # the weights may have been replaced
         rows, columns = ids.shape
         if segments is None:
-            pad = functools.partial(
-                arguments.padded,
-                shape=functions.roomy(rows, columns, self.config.model.max_position_embeddings),
-            )
-            ids = pad(ids, 0)
+            to = functions.roomy(rows, columns, self.config.model.max_position_embeddings)
+            more = [(0, to[0] - rows), (0, to[1] - columns)]
+            ids = np.pad(ids, more)
             if labels is not None:
-                labels = pad(labels, functions.IGNORED)
+                labels = np.pad(labels, more, constant_values=functions.IGNORED)
         if labels is not None:
             further["labels"] = labels
         params, balance = self._where_it_computes()
@@ -581,7 +579,7 @@ def train(
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = arguments.config_of(config)
     sizing.set_for_platform(settings)
-    folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
+    folder = folder_of(settings, workdir)
     with leaving.signals_as_they_were():
         code = run.train(settings, folder, None, tracker, observers)
     if code != cli.DONE:

@@ -15,7 +15,7 @@ import jax
 from zaya_jax import cli, library, schedule
 from zaya_jax.checkpoint import source
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import UserError
 from zaya_jax.config.files import write
 from zaya_jax.data import mix, pipeline
 from zaya_jax.evaluate import harness, scorer, texts
@@ -72,7 +72,10 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
     longest = model.config.model.max_position_embeddings
-    context = min(args.context or usual_context(model.config), longest)
+    # By default the longest windows of the run's own evaluations.
+    phases = [segment.phase for segment in schedule.make_plan(model.config).segments]
+    usual = max(phase.eval_seq_len for phase in phases)
+    context = min(args.context or usual, longest)
     notes = option_notes(args, model, tasks)
     skipped: list[str] = []
     data = {
@@ -206,11 +209,6 @@ def loss_on(
     if not loss.tokens:
         raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
     return loss
-
-
-def usual_context(config: Config) -> int:
-    """The longest windows of the run's own evaluations."""
-    return max(segment.phase.eval_seq_len for segment in schedule.make_plan(config).segments)
 
 
 def document(result: dict[str, Any]) -> Page:

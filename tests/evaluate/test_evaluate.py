@@ -281,7 +281,7 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer):
     assert len(notes) == len(blank) and all("empty" in one for one in notes)
     held_out = list(texts.documents(str(tmp_path / "out"), tokenizer))
     train = list(
-        texts._of_store(prepared_store.PreparedStore(str(tmp_path / "out"), "train"), tokenizer)
+        texts._of_store(prepared_store.PreparedStore(str(tmp_path / "out"), "train"), "", tokenizer)
     )
     assert held_out and train and len(held_out) + len(train) == len(lines)
     assert {str(plain(document)) for document in [*held_out, *train]} == files

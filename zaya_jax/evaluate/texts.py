@@ -103,9 +103,11 @@ def documents(
     `skipped` is called with a line for each sample left out: files that are not text, texts of
     only white space.
     """
-    if prepared_store.is_prepared(path):
-        return itertools.islice(_of_prepared(path, tokenizer), limit)
-    return itertools.islice(_of_files(path, tokenizer, text_field, skipped), limit)
+    if not prepared_store.is_prepared(path):
+        return itertools.islice(_of_files(path, tokenizer, text_field, skipped), limit)
+    store = prepared_store.PreparedStore(path, "held_out")
+    store.require_tokenizer(tokenizer, "the model's")
+    return itertools.islice(_of_store(store, path, tokenizer), limit)
 
 
 def held_out(
@@ -118,9 +120,7 @@ def held_out(
             " loss is in the run's own metrics; give chats or text with --data"
         )
     store = stores.open_store(config, path, tokenizer, "held_out")
-    if not store.num_tokens:
-        raise UserError(f"{path} of the run has no held-out part; give other data to evaluate on")
-    return itertools.islice(_of_store(store, tokenizer), limit)
+    return itertools.islice(_of_store(store, path, tokenizer), limit)
 
 
 def _of_files(
@@ -151,15 +151,11 @@ def _of_files(
                     yield ScoredDocument(tokens, predicted, len(text.encode()))
 
 
-def _of_prepared(path: str, tokenizer: Tokenizer) -> Iterator[ScoredDocument]:
-    store = prepared_store.PreparedStore(path, "held_out")
-    store.require_tokenizer(tokenizer, "the model's")
+def _of_store(
+    store: stores.TokenStore, path: str, tokenizer: Tokenizer
+) -> Iterator[ScoredDocument]:
     if not store.num_tokens:
-        raise UserError(f"{path} has no held-out part; prepare it with --held_out, or give files")
-    yield from _of_store(store, tokenizer)
-
-
-def _of_store(store: stores.TokenStore, tokenizer: Tokenizer) -> Iterator[ScoredDocument]:
+        raise UserError(f"{path} has no held-out part; prepare it with --held_out, or give --data")
     for shard in range(store.num_shards):
         begin = int(store.first_token[shard])
         for length in store.lengths(shard).tolist():
