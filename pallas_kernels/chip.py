@@ -178,7 +178,7 @@ def making(chip: Chip) -> AbstractContextManager[None]:
 
 def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
     """The chip that the code around has named, otherwise that of a mesh, or of the arrays of a
-    tree."""
+    tree; `current` if they are on no chip, or not yet, while tracing."""
     if _named.value is not None:
         return _named.value
     # its devices know more of themselves than the abstract mesh inside a program
@@ -186,13 +186,7 @@ def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
         return chip_of(where.devices.flat[0])
     if isinstance(where, AbstractMesh):
         return _of_mesh(where) or current()
-    return holding(where)
-
-
-def holding(tree: Any) -> Chip:
-    """The chip that holds the arrays of a tree; `current` if they are on no chip, or not yet, while
-    tracing."""
-    for x in jax.tree.leaves(tree):
+    for x in jax.tree.leaves(where):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             return chip_of(next(iter(x.devices())))
     return current()
