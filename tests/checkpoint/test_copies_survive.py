@@ -74,6 +74,18 @@ def test_without_a_whole_copy_the_damaged_newest_is_as_without_copies(run, capsy
     assert re.search("/6 is damaged: .*; its copy: .*/6 is damaged", capsys.readouterr().out)
 
 
+def test_an_older_step_is_fetched_where_the_newest_is_damaged_and_has_no_whole_copy(run):
+    """With none before it here, a run ended; with an older one here it went back further."""
+    root, copies = run
+    for step in (root / "6", copies / "6"):
+        os.truncate(step / CHUNK, 10)
+    whole = content(root / "4")
+    shutil.rmtree(root / "2")
+    shutil.rmtree(root / "4")
+    assert start(root, copies, on_corrupt="previous") == (4, [])
+    assert content(root / "4") == whole
+
+
 def test_a_copy_that_cannot_be_fetched_now_is_not_passed_over(run, tmp_path, monkeypatch):
     """With on_corrupt=previous a run went on from an older step where the network had failed once."""
     root, copies = run

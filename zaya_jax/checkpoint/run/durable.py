@@ -1,6 +1,6 @@
 """Copies complete steps to a safe place, a folder or URL, and fetches them from there.
 
-    durable.find_newer(run, here, ...)   in process 0: cleans the place; its steps that are newer
+    durable.find_steps(run, here, ...)   in process 0: cleans the place; its complete steps
     durable.fetch(step)                  makes its copy a step of workdir/checkpoints
     durable.enqueue([step])              has a step copied, if the place lacks it
     durable.close()                      returns the steps without a complete copy
@@ -221,7 +221,7 @@ class Durable:
     # From the place
     # ##############################################################################################
 
-    def find_newer(
+    def find_steps(
         self,
         run: str,
         local_steps: list[int],
@@ -229,8 +229,7 @@ class Durable:
         decisions_file: Path,
         check_meta: CheckMeta | None,
     ) -> list[int]:
-        """The complete steps there that are newer than those here, newest first; before, deletes
-        stale ones. In process 0.
+        """The complete steps there, of which stale ones are deleted before. In process 0.
 
         `run` is "" for a run that has no checkpoint yet. If a step is here, a place that does
         not answer is skipped: it ends no run, so it ends no restart.
@@ -247,8 +246,7 @@ class Durable:
                 remove += self.vault.unfinished()
             for step in remove:
                 self.vault.remove(step)
-            newer = [step for step in self.vault.steps() if step > max(local_steps, default=-1)]
-            return newer[::-1]
+            return self.vault.steps()
         except Unreachable as failure:
             if not local_steps:
                 raise

@@ -265,14 +265,14 @@ class Store:
         if self.root in _begun:
             _begun[self.root].wait_for_save()
         _begun[self.root] = self
-        newer = multihost.broadcast_from_zero("newer", functools.partial(self._prepare, decisions))
-        newest = self._newest_whole(newer)
+        there = multihost.broadcast_from_zero("there", functools.partial(self._prepare, decisions))
+        newest = self._newest_whole(there)
         if self.durable:
             self.durable.enqueue_all()  # after the check: a damaged step is not copied
         return newest
 
     def _prepare(self, decisions: Decisions) -> list[int]:
-        """Cleans workdir/checkpoints and the durable place; returns the steps that are newer there.
+        """Cleans workdir/checkpoints and the durable place; returns the complete steps there.
 
         All that can be refused is refused before anything is deleted. Copies go before the steps
         here: otherwise a kill between them would have the next start fetch them.
@@ -280,18 +280,18 @@ class Store:
         self._tidy()
         file = self.root.parent / retention.DECISIONS_FILE
         stale = retention.find_stale(Vault(self.root), decisions, file)
-        newer = []
+        there = []
         if self.durable:
             run = folders.run_of(self.root) if self.steps() else ""
             local_steps = [step for step in self.steps() if step not in stale]
-            newer = self.durable.find_newer(run, local_steps, decisions, file, self._check_meta)
+            there = self.durable.find_steps(run, local_steps, decisions, file, self._check_meta)
         if stale:
             folders.rename_stale(self.root, stale, len(decisions))
             self._say(
                 f"set aside as {self.root}/{folders.STALE}{len(decisions)}-*: step"
                 f" {', '.join(map(str, stale))}, of a past that was given up"
             )
-        return newer
+        return there
 
     def _tidy(self) -> None:
         """Removes half-written folders, and gives the run its name."""
@@ -310,13 +310,13 @@ class Store:
                 " file there away"
             ) from None
 
-    def _newest_whole(self, newer: list[int]) -> int | None:
+    def _newest_whole(self, there: list[int]) -> int | None:
         """The newest step that is whole here, or whose copy is; those before which it stops are set
         aside."""
         # A folder that has a step's name and no list is a damaged one: it got its name with the
         # list in it.
         here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
-        steps = sorted({*here, *newer}, reverse=True)
+        steps = sorted({*here, *there}, reverse=True)
         for step in steps:
             why = self._damage(step) if step in here else f"step {step} is not here"
             if why and self.durable:
