@@ -208,7 +208,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     # Another machine, and an empty folder.
     messages = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)
-    assert other.find_newest() == 6 and "fetched from" in messages[0]
+    assert other.find_newest() == 6 and "fetched from" in messages[0] and other.close() == []
     same(restore_tree(other, 6, small(0)), small(6))
     # A damaged copy is not taken.
     name = "6/state/params.w/c.0"
@@ -219,7 +219,8 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
         lambda: store.Store(third, Checkpoint(durable=place.url), messages.append).find_newest(),
     )
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
-    assert store.Store(third, careful, messages.append).find_newest() == 5
+    again = store.Store(third, careful, messages.append)
+    assert again.find_newest() == 5 and again.close() == []  # before its copy is damaged
     assert re.match(r"WARNING: .*/6 is damaged.* going on from the one before", messages[1])
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
@@ -229,8 +230,11 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
         lambda: store.Store(tmp_path / "fourth", careful, messages.append).find_newest(),
     )
     # Steps that the rules delete go there too.
-    train(tmp_path / "run", 7, durable=place.url, keep=1)
-    assert Vault(place.url).steps() == [7]
+    one = store.Store(tmp_path / "run", Checkpoint(durable=place.url, keep=1), print)
+    one.find_newest()
+    one.wait()  # the step whose copy is looked at would stay until the next save
+    save(one, 7)
+    assert one.close() == [] and Vault(place.url).steps() == [7]
 
 
 @pytest.mark.parametrize("place", ["folder", slow("s3")], indirect=True)
@@ -278,12 +282,8 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
         check_refused(r"run than .*/new \(it has another learning rate\)", new.find_newest)
         assert folders.numbered(tmp_path / "new" / "checkpoints") == []
     asked = []
-    assert (
-        store.Store(
-            tmp_path / "same", Checkpoint(durable=place.url), print, asked.append
-        ).find_newest()
-        == 5
-    )
+    one = store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append)
+    assert one.find_newest() == 5 and one.close() == []
     assert asked[0]["step"] == 5
     assert {name: place.get(name) for name in place.names()} == before
     # Where the name is lost, no run takes the place.
