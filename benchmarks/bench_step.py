@@ -214,10 +214,16 @@ class Side:
 
 
 def compare(
-    commands: dict[str, list[str]], on: str, tokens: int, rounds: int, steps: int
+    commands: dict[str, list[str]],
+    first: dict[str, list[float]],
+    on: str,
+    tokens: int,
+    rounds: int,
+    steps: int,
 ) -> list[float]:
     """Lines of the table for sides that are there at once, and the losses of their first steps. A
-    side that fails, as a model that does not compile may, has its line."""
+    side that fails, as a model that does not compile may, has its line. `first` keeps the seconds
+    of the very first side, by format, for all that come later."""
     there = {name: Side(command) for name, command in commands.items()}
     for dtype in DTYPES[on]:
         try:
@@ -228,8 +234,10 @@ def compare(
             print(f"| {', '.join(there)} | {dtype} | {error} |" + " |" * 5, flush=True)
             break
         for place, (name, side) in enumerate(there.items()):
-            seconds = statistics.median(turn[place][0] for turn in found)
-            ratios = sorted(turn[0][0] / turn[place][0] for turn in found)
+            own = [turn[place][0] for turn in found]
+            seconds = statistics.median(own)
+            beside = first.setdefault(dtype, own)
+            ratios = sorted(theirs / ours for theirs, ours in zip(beside, own, strict=True))
             spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             *_, peak, note = found[-1][place]
             print(
@@ -274,7 +282,8 @@ def main() -> None:
         if args.device == "cpu":
             groups = [groups[0] | groups[1]]
         how = args.device, batch_size * length, args.rounds, args.steps
-        losses = [loss for group in groups for loss in compare(group, *how)]
+        first: dict[str, list[float]] = {}
+        losses = [loss for group in groups for loss in compare(group, first, *how)]
     if max(losses) - min(losses) > LOSS:
         print("WRONG: the losses of the first step differ")
     return None

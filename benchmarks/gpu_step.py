@@ -114,7 +114,8 @@ def figures(case: StepCase, mesh: Any, program: Any, taken: timing.Timing) -> di
     peak = chips.peak_flops(device.device_kind, config.precision)
     useful = chips.model_flops(config.model, config.data.seq_len) * tokens / seconds
     cluster = clusters.of_chip(case.chip)
-    planned = step_time.estimate(case, cluster.of_devices(1), rates.for_cluster(cluster)).seconds
+    shares = rates.for_cluster(cluster, config.hardware.figures)
+    planned = step_time.estimate(case, cluster.of_devices(1), shares).seconds
     memory, statistics = program.memory_analysis(), device.memory_stats() or {}
     compiled = memory.argument_size_in_bytes + memory.output_size_in_bytes
     compiled += memory.temp_size_in_bytes - memory.alias_size_in_bytes

@@ -7,9 +7,9 @@ zaya1_base's. Children try (`trying`), so a compiler that crashes, a fault of th
 that never ends costs that tile's place and no more. An operator's kernels are taken if they are
 right in all cases and faster than XLA's; a case that was not reached decides nothing.
 
-Printed are the times of XLA's, of the tiles that ship, and of the best of each. Runs on this
-machine take what was found by themselves, from ~/.cache/zaya_jax/tiles.json, as long as card,
-driver, JAX and the kernels' source stay the same.
+Printed are the times of XLA's, of the tiles that ship, and of the best of each, with the gain over
+what ships. Runs on this machine take what was found by themselves, from
+~/.cache/zaya_jax/tiles.json, as long as card, driver, JAX and the kernels' source stay the same.
 """
 
 import contextlib
@@ -176,6 +176,8 @@ def describe(asked: dict[str, Any], rows: Sequence[Row]) -> list[str]:
         if times:
             measured = (f"{name} {1e3 * seconds:.3f} ms" for name, seconds in times.items())
             line = f"a run takes {best}: {', '.join(measured)}"
+            if best in times and SHIPPED in times:
+                line += f" ({times[SHIPPED] / times[best]:.2f}x what ships)"
         if best == BEST:
             tiles = trying.best_of_each(rows, trying.request_cases(asked, operator))
         lines.append(f"{operator}: {line}")
