@@ -175,6 +175,7 @@ def of_module(name: str, args: list[str], needs: bool) -> str:
     if not path.is_file():
         return f"{name} is no module"
     text, given = path.read_text("utf-8"), re.findall(r"--[\w-]+", " ".join(args))
+    text += '"--config"' if "add_config(" in text else ""
     return " ".join(f"{name} has no {option}" for option in given if f'"{option}"' not in text)
 
 
