@@ -11,7 +11,7 @@ import pytest
 from checkpoint_helpers import content
 from fsspec.implementations.local import LocalFileSystem
 from refusals import check_storage_error
-from test_durable import CHUNK, cut_off, hasty, run, start
+from test_durable import CHUNK, cut_off, dead, hasty, run, start
 
 from zaya_jax.checkpoint import folders, layout, storage
 from zaya_jax.checkpoint.run import look, retention, store
@@ -19,7 +19,7 @@ from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.guard import decisions
 
-__all__ = ["hasty", "run"]
+__all__ = ["dead", "hasty", "run"]
 
 
 def test_a_list_that_cannot_be_looked_at_costs_no_copy(run, monkeypatch):
@@ -93,12 +93,28 @@ def test_a_copy_that_cannot_be_fetched_now_is_not_passed_over(run, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(storage.Storage, "_write", cut_off)
         check_storage_error(
-            "step 6 of .* cannot be fetched: cannot write",
+            "step 6 is not here; its copy in .* cannot be fetched now: cannot write",
             start,
             root,
             copies,
             on_corrupt="previous",
         )
+    assert start(root, copies) == (6, [])
+
+
+def test_nor_one_in_a_place_that_does_not_answer(run, dead):
+    root, copies = run
+    os.truncate(root / "6" / CHUNK, 10)
+    for on_corrupt in ("stop", "previous"):
+        check_storage_error(
+            "/6 is damaged: .* truncated.*; its copy in .* cannot be fetched now: cannot list",
+            start,
+            root,
+            copies,
+            on_corrupt=on_corrupt,
+        )
+    assert start(root, "", on_corrupt="previous") == (4, [])  # the advice
+    dead()  # it lives again
     assert start(root, copies) == (6, [])
 
 

@@ -357,6 +357,18 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
     ).read_seal(4)
 
 
+def test_a_place_that_a_lost_run_has_only_marked_is_refused(run, tmp_path):
+    """A new workdir was trained without any copy, and refused at its second start."""
+    root, copies = run
+    assert start(root, copies) == (6, [])
+    for step in "246":  # as a kill in the first copy leaves it
+        os.remove(copies / step / layout.MARKER)
+    new = tmp_path / "new" / "checkpoints"
+    check_refused("place of run .* has no complete copy there; delete that", start, new, copies)
+    assert start(root, copies) == (6, [])
+    assert start(new, copies) == (6, [])
+
+
 def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
     place = tmp_path / "empty"
     first, second = (

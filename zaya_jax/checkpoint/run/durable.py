@@ -272,6 +272,11 @@ class Durable:
                 f"{self._option} is the place of another run than {self._root.parent} (that is"
                 f" run {owner}, this is run {run}); give each run a place of its own"
             )
+        if owner and owner != folders.run_of(self._root) and not self.vault.steps():
+            raise UserError(
+                f"{self._option} is marked as the place of run {owner}, which has no complete copy"
+                " there; delete that folder if the run is gone, or give another place"
+            )
 
     def _require_accepted(self, check_meta: CheckMeta) -> None:
         """UserError if the newest copy is of another config than a new workdir's."""
@@ -286,12 +291,12 @@ class Durable:
             except (FileError, ValueError):
                 pass  # damage is found when it is fetched
 
-    def fetch(self, step: int) -> str | None:
+    def fetch(self, step: int, why: str) -> str | None:
         """Makes a copy a step of workdir/checkpoints, in the place of a damaged one, which is set
-        aside; returns the copy's damage, if any. StorageError if it cannot be fetched now: it may be
-        whole."""
+        aside; returns the copy's damage, if any. StorageError, which begins with `why` it is needed,
+        if it cannot be fetched now: it may be whole."""
         if error := multihost.broadcast_from_zero("compared", lambda: self._unreachable):
-            return error
+            raise self._not_now(why, error)
         folder = self._root / f"{folders.SAVING}{step}"
 
         def fetch_files() -> str | None:
@@ -317,5 +322,11 @@ class Durable:
         damages: list[str] = []  # in process 0
         error = run_in_all_then_zero("fetched", fetch_files, commit, folder)
         if error and not multihost.broadcast_from_zero("damages", lambda: bool(damages)):
-            raise StorageError(f"step {step} of {self.vault.url} cannot be fetched: {error}")
+            raise self._not_now(why, error)
         return error
+
+    def _not_now(self, why: str, error: str) -> StorageError:
+        return StorageError(
+            f"{why}; its copy in {self.vault.url} cannot be fetched now: {error}. Start again when"
+            " it can, or without copies: --config.checkpoint.durable="
+        )

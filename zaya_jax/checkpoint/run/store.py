@@ -338,7 +338,7 @@ class Store:
     def _damage_of_copy(self, step: int, why: str) -> str:
         """Has a copy take the place of a step; the same if that was possible, after `why` if not."""
         assert self.durable
-        error = self.durable.fetch(step)
+        error = self.durable.fetch(step, why)
         return f"{why}; its copy: {error}" if error else self._damage(step)
 
     def _give_up(self, step: int, why: str, is_last: bool) -> None:
