@@ -9,6 +9,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 import tarfile
 import types
 
@@ -129,15 +131,38 @@ def test_damage_costs_what_cannot_be_read(tmp_path, monkeypatch):
         check_refused("its footer has two numbers of rows", here, options, tmp_path / "g")
     (tmp_path / "e.parquet").write_bytes(bytes(1000))
     (tmp_path / "f.parquet").write_bytes(parquet({"n": rows}, row_group_size=100))
+    cut = parquet({"text": rows})
+    (tmp_path / "h.parquet").write_bytes(cut[:-100] + bytes(92) + cut[-8:])
     (tmp_path / "u.txt").write_text("sound")
-    documents, counts, _ = left_out(tmp_path / "[efu].*", out=tmp_path / "out-e", part_bytes=300)
-    assert documents == 1 and counts == {BAD: 2}  # whatever the number of their ranges
+    documents, counts, _ = left_out(tmp_path / "[efhu].*", out=tmp_path / "out-e", part_bytes=300)
+    assert documents == 1 and counts == {BAD: 3}  # whatever the number of their ranges
     table = pyarrow.table(
         {"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())}
     )
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     documents, _, examples = left_out(tmp_path / "[du].*", out=tmp_path / "out-d")
     assert documents == 1 and "d.parquet, row group 0 is damaged: 'utf-8'" in examples[BAD][0]
+
+
+FLIP = """
+import sys
+from zaya_jax.text import inputs
+
+path = sys.argv[1]
+raw = open(path, "rb").read()
+footer = int.from_bytes(raw[-8:-4], "little")
+for bit in range(8 * (len(raw) - 8 - footer), 8 * (len(raw) - 8), 3):
+    damaged = bytearray(raw)
+    damaged[bit // 8] ^= 1 << bit % 8
+    open(path, "wb").write(damaged)
+    list(inputs.samples(inputs.whole_file(path, "x"), inputs.TextOrChat()))
+"""
+
+
+def test_no_bit_of_a_footer_ends_the_process(tmp_path):
+    """To ask Arrow where a row group begins ended it by SIGABRT: a worker "was killed"."""
+    (tmp_path / "x.parquet").write_bytes(parquet({"text": ["a text"]}))
+    subprocess.run([sys.executable, "-c", FLIP, tmp_path / "x.parquet"], check=True)
 
 
 @pytest.mark.usefixtures("in_process")

@@ -5,16 +5,17 @@
     samples       one range                 → its samples, and what cannot be read
 
 Large Parquet files and uncompressed ones of JSONL are divided by bytes, so that one big file keeps
-all processes busy: a line or row group belongs to the range in which it begins. A sample's name is
-its file and its position there, and its hash decides whether it is held out. Input that cannot be
-read comes as a `BadInput` among the samples: a bad record costs one record, a damaged compressed
-file its rest, damaged Parquet a row group.
+all processes busy: a line belongs to the range in which it begins, a row group to that in which its
+share of the rows begins. A sample's name is its file and its position there, and its hash decides
+whether it is held out. Input that cannot be read comes as a `BadInput` among the samples: a bad
+record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
 """
 
 import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -344,7 +345,9 @@ def _open_parquet(path: str) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-    except (ValueError, pyarrow.ArrowNotImplementedError) as error:
+    except (ValueError, OSError, pyarrow.ArrowNotImplementedError) as error:
+        if getattr(error, "errno", None):  # of the storage, for this range perhaps alone
+            raise
         raise BadInput(
             f"{text_files.printable(path)} is not a Parquet file: {first_line(error)}"
         ) from None
@@ -354,15 +357,16 @@ def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     with _open_parquet(piece.path) as file:
         names = file.schema_arrow.names
         columns = _columns(piece, names, form)
-        groups = list(map(file.metadata.row_group, range(file.num_row_groups)))
-        if sum(group.num_rows for group in groups) != file.metadata.num_rows:
+        groups = range(file.num_row_groups)
+        rows = [file.metadata.row_group(number).num_rows for number in groups]
+        total = file.metadata.num_rows
+        if sum(rows) != total or min(rows, default=0) < 0:
             raise BadInput(f"{piece} is damaged: its footer has two numbers of rows")
-        for number, group in enumerate(groups):
-            begin = group.column(0).data_page_offset
-            # one that a damaged footer puts elsewhere is read with an end of the file
-            if not piece.start <= max(0, min(begin, piece.stamp[0] - 1)) < piece.stop:
-                continue
-            yield from _samples_of_rows(piece, _rows_of_group(file, number, columns), number, form)
+        # Where a group begins is not asked for: in a damaged footer that ends the process.
+        for number, before in zip(groups, itertools.accumulate(rows, initial=0), strict=False):
+            if piece.start <= piece.stamp[0] * before // max(total, 1) < piece.stop:
+                records = _rows_of_group(file, number, columns)
+                yield from _samples_of_rows(piece, records, number, form)
 
 
 def _rows_of_group(file: Any, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
