@@ -222,8 +222,8 @@ def test_files_that_are_missing(tmp_path, source):
     ("file", "says"),
     [
         ("model-9.safetensors", r"model-9\.safetensors cannot be read, it is missing"),
-        ("model-2.safetensors", f"lacks tensor {NORM}:"),
-        (None, f"lacks tensor {NORM}:"),
+        ("model-2.safetensors", f"disagree about {NORM};"),
+        (None, rf"model-1\.safetensors disagree about {NORM};"),
     ],
 )
 def test_an_index_that_names_wrong_files(sharded, file, says):
@@ -234,6 +234,14 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
     )
     (folder / INDEX).write_text(json.dumps({"weight_map": changed}))
     refused(folder, says)
+
+
+def test_a_tensor_that_two_files_have_is_refused(sharded):
+    """Which of them counts depends on the reader."""
+    folder, _ = sharded
+    more = load_file(folder / "model-2.safetensors") | {NORM: np.zeros(8, np.float32)}
+    save_file(more, folder / "model-2.safetensors")
+    refused(folder, rf"model-2\.safetensors disagree about {NORM};")
 
 
 @pytest.mark.parametrize(

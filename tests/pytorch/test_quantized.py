@@ -280,6 +280,17 @@ def test_an_expert_of_another_shape_is_refused_before_any_is_read(made):
     check_refused(r"experts\.1\.down_proj.* has shape .*, but .*experts\.0", hf.Directory, folder)
 
 
+def test_an_expert_under_another_s_number_is_refused(made):
+    """The third one had been taken for the second."""
+    folder, tensors = made
+    stored = load_file(folder / "model.safetensors")
+    experts = "model.layers.3.zaya_block.experts.local_experts"
+    last = len(tensors["model.layers.1.mlp.experts.down_proj"])
+    stored[f"{experts}.{last}.linear_fc2.weight"] = stored.pop(f"{experts}.1.linear_fc2.weight")
+    save_file(stored, folder / "model.safetensors")
+    check_refused(r"layers\.1\.mlp\.experts\.down_proj has shape", hf.Directory, folder)
+
+
 def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
     folder, tensors = made
     model = hf.Directory(folder).model

@@ -48,7 +48,7 @@ def fuse(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
                     f"{name} has shape {stored[name].shape}, but {names[0]} has {first.shape};"
                     " copy the weights again"
                 )
-        num_experts = len({MATRIX.sub(r"\2", name) for name in names})
+        num_experts = 1 + int(MATRIX.sub(r"\2", names[-1]))  # one that is missing gives odd rows
         rows = first.shape[0] * len(names) // num_experts
         shape = (num_experts, rows, *first.shape[1:])
         tensors[fused] = FusedExperts(shape, first.dtype, [stored[name] for name in names])

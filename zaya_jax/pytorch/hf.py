@@ -60,10 +60,14 @@ class Directory(ArraySource):
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
             return tensor_files.open_file(self.path / tensor_files.SINGLE)
         file_names = files.read_object(index)["weight_map"]
-        opened = {file: tensor_files.open_file(self.path / file) for file in {*file_names.values()}}
-        return {
-            name: opened[file][name] for name, file in file_names.items() if name in opened[file]
+        stored = {
+            (name, file): tensor
+            for file in {*file_names.values()}
+            for name, tensor in tensor_files.open_file(self.path / file).items()
         }
+        if odd := sorted(stored.keys() ^ {*file_names.items()}):
+            raise UserError(f"{index} and {odd[0][1]} disagree about {odd[0][0]}; {RECOPY}")
+        return {name: tensor for (name, _), tensor in stored.items()}
 
     def _check(self) -> None:
         expected = expected_shapes(self.model)
