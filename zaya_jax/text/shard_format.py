@@ -312,14 +312,14 @@ def check_manifest(text: bytes, where: str) -> dict[str, Any]:
         readable = False
     if not readable:
         raise UserError(
-            f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the directory"
-            " again"
+            f"{where} is not a manifest of {FORMAT} of version {VERSION}; prepare the text again,"
+            " into another directory"
         )
     content_hash = manifest.pop("sha256", None)
     if content_hash != json_sha256(manifest):
         raise UserError(
-            f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it"
-            " again"
+            f"{where} was changed after it was written (SHA-256 differs); restore it, or prepare the"
+            " text again, into another directory"
         )
     return manifest | {"sha256": content_hash}
 
