@@ -294,7 +294,8 @@ def test_a_push_that_broke_off_changes_nothing_there_and_hf_upload_repeats_it(
     options = (f"--model={golden_dir / 'base'}", f"--out={out}", "--license=mit")
     code, _, err = run("to_hf", *options, "--push=ann/tiny", "--private")
     assert code == 4 and "the hub is in a bad mood" in err
-    assert err.endswith(f"stays: then `hf upload ann/tiny {out} .` sends it\n")
+    # which makes a public repository without its --private, where none was made yet
+    assert err.endswith(f"stays: then `hf upload ann/tiny {out} . --private` sends it\n")
     assert not server.repositories["ann/tiny"]["files"]
     server.fails = ""
     HfApi().upload_folder(repo_id="ann/tiny", folder_path=out)  # as that command does
@@ -308,7 +309,8 @@ REFUSED = {
     f"{TO_HF} --push=bob/tiny --license=mit": (2, "it is ann's: give ann/NAME or lab/NAME, or"),
     f"{TO_HF} --private": (2, "add --push=OWNER/NAME"),
     f"{TO_HF} --push=ann/public --license=mit --private": (4, "is public already"),
-    f"{TO_HF} --push=ann/sharded --license=mit": (4, "other weights, model-00001-of-00002"),
+    f"{TO_HF} --push=ann/sharded --license=mit": (4, "or templates, model-00001-of-00002"),
+    f"{TO_HF} --push=ann/chat --license=mit": (4, "or templates, chat_template.jinja"),
     f"{TO_HF} --push=ann/new --license=secret": (4, "- no license"),
 }
 
@@ -316,7 +318,8 @@ REFUSED = {
 @pytest.mark.parametrize("command", REFUSED)
 def test_what_cannot_be_pushed_is_refused_in_a_line(run, server, golden_dir, tmp_path, command):
     shard = {"model-00001-of-00002.safetensors": b""}
-    for name, files in (("ann/public", {}), ("ann/sharded", shard)):
+    chat = {"chat_template.jinja": b""}
+    for name, files in (("ann/public", {}), ("ann/sharded", shard), ("ann/chat", chat)):
         server.repositories[name] = {"id": name, "private": False, "files": dict(files)}
     expected, says = REFUSED[command]
     out = tmp_path / "new"

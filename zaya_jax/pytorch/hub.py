@@ -65,10 +65,13 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
         if private and not found.private:
             raise ValueError("it is public already; make it private in its settings")
         there = {file.rfilename for file in found.siblings or ()}
-        if stale := [name for name in there - to_send.keys() if name.endswith(".safetensors")]:
+        stale = [
+            name for name in there - to_send.keys() if name.endswith((".safetensors", ".jinja"))
+        ]
+        if stale:
             raise ValueError(
-                f"it has other weights, {', '.join(stale[:3])}, which a reader might take for these;"
-                " delete them there"
+                f"it has other weights or templates, {', '.join(stale[:3])}, which a reader might"
+                " take for these; delete them there"
             )
         additions = [CommitOperationAdd(name, path) for name, path in to_send.items()]
         message = f"Upload a model of zaya_jax {__version__}"
@@ -77,5 +80,5 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
         reasons = ": ".join(on_a_line(reason) for reason in (error, error.__cause__) if reason)
         raise StorageError(
             f"{repository} did not take {folder} ({reasons}); the folder is whole and stays: then"
-            f" `hf upload {repository} {shlex.quote(str(folder))} .` sends it"
+            f" `hf upload {repository} {shlex.quote(str(folder))} .{' --private' * private}` sends it"
         ) from None
