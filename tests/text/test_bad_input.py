@@ -148,10 +148,9 @@ FLIP = """
 import sys
 from zaya_jax.text import inputs
 
-path = sys.argv[1]
+path, *bits = sys.argv[1:]
 raw = open(path, "rb").read()
-footer = int.from_bytes(raw[-8:-4], "little")
-for bit in range(8 * (len(raw) - 8 - footer), 8 * (len(raw) - 8), 3):
+for bit in range(*map(int, bits)):
     damaged = bytearray(raw)
     damaged[bit // 8] ^= 1 << bit % 8
     open(path, "wb").write(damaged)
@@ -159,10 +158,21 @@ for bit in range(8 * (len(raw) - 8 - footer), 8 * (len(raw) - 8), 3):
 """
 
 
-def test_no_bit_of_a_footer_ends_the_process(tmp_path):
-    """To ask Arrow where a row group begins ended it by SIGABRT: a worker "was killed"."""
-    (tmp_path / "x.parquet").write_bytes(parquet({"text": ["a text"]}))
-    subprocess.run([sys.executable, "-c", FLIP, tmp_path / "x.parquet"], check=True)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_no_flipped_bit_ends_the_process(tmp_path, form):
+    """To ask Arrow where a row group begins ended it by SIGABRT, to take what a batch points at by
+    SIGSEGV: a worker "was killed"."""
+    raw = parquet({"text": ["a text"]})
+    bits = 8 * (len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")), 8 * len(raw), 3  # the footer
+    if form == "arrow":
+        table = pyarrow.table({"text": ["a text", "another"] * 20})
+        with pyarrow.ipc.new_stream(file := io.BytesIO(), table.schema) as writer:
+            writer.write_table(table)
+        raw = file.getvalue()
+        bits = 0, 8 * len(raw), 13
+    (tmp_path / f"x.{form}").write_bytes(raw)
+    command = [sys.executable, "-c", FLIP, tmp_path / f"x.{form}", *map(str, bits)]
+    subprocess.run(command, check=True)
 
 
 @pytest.mark.usefixtures("in_process")

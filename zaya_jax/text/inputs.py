@@ -407,7 +407,9 @@ def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
             reader = batches = pyarrow.ipc.open_stream(file)
         columns = _columns(piece, reader.schema.names, form)
         for batch in batches:
-            yield from batch.select(columns).to_pylist(maps_as_pydicts="lossy")
+            batch = batch.select(columns)
+            batch.validate(full=True)  # a damaged place in it would end the process
+            yield from batch.to_pylist(maps_as_pydicts="lossy")
 
 
 def _samples_of_rows(
