@@ -4,9 +4,10 @@
     python -m benchmarks.candidates [--chips mi300x h200] [--operators NAME ...]
 
 writes pallas_kernels/candidates.json: for each kernel those of `candidates.points` that spill no
-register, fit the shared memory, and whose machine code no earlier one has. Each program has the
-next tile of every kernel of an operator; where one of them does not compile, halves of them are
-compiled. Some ten minutes of one core for a chip.
+register, fit the shared memory, and whose machine code no earlier one has. Kernels are compiled as
+a step of zaya1_base has them. Each program has the next tile of every kernel of an operator; where
+one of them does not compile, halves of them are compiled. On a busy machine of two cores experts
+took eight minutes, CCA's mixing one. docs/compiling.md says what the file has.
 """
 
 import argparse
@@ -14,27 +15,39 @@ import itertools
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from benchmarks import absent, cases, machine_code
-from pallas_kernels import candidates, chip, table
+from benchmarks import absent, machine_code
+from pallas_kernels import candidates, chip, table, trying
 from pallas_kernels.candidates import Tile
+from pallas_kernels.trying import TriedCall
+from zaya_jax.config import read_config
 from zaya_jax.hardware import targets
+from zaya_jax.training import kernels
 
 CHIPS = ("mi300x", "h200")
+CONFIG = Path(__file__).parents[1] / "experiments" / "configs" / "zaya1_base.py"
+
+
+def step_cases(operator: str) -> list[TriedCall]:
+    """An operator as a training step of zaya1_base has it, and `tune` times it."""
+    asked = kernels.tuning_request(read_config(str(CONFIG)), 1)
+    return [case for case in trying.request_cases(asked, operator) if case.timed]
 
 
 def compiled(
-    name: str, case: cases.Case, tiles: dict[str, Tile], own: tuple[str, ...] = ("all",)
+    name: str, case: TriedCall, tiles: dict[str, Tile], own: tuple[str, ...] = ("all",)
 ) -> jax.stages.Compiled:
     """A case's result and gradients, compiled for an absent chip with these tiles."""
     given = tuple((kernel, tuple(tile.items())) for kernel, tile in tiles.items())
     target = chip.chip_of(targets.devices(name, 1)[0]).taking(own)._replace(tiles=given)
+    like = tuple(a.like for a in case.arguments(case.size)), case.sums(case.size)
     with chip.making(target):
-        function = cases.function(case, "gradients")
-        return absent.compiled(name, function, *case.like(cases.SIZES["4K"]))
+        return absent.compiled(name, case.call(jnp.bfloat16), *like)
 
 
 def main() -> int:
@@ -79,7 +92,7 @@ def distinct(name: str, operator: str) -> dict[str, list[Tile]]:
 def codes(name: str, operator: str, tiles: dict[str, Tile]) -> list[machine_code.Code]:
     """The machine code of these kernels, of those that compile."""
     found = []
-    for case in cases.of_operator(operator):
+    for case in step_cases(operator):
         try:
             found += machine_code.read_kernels(compiled(name, case, tiles))
         except Exception as error:

@@ -7,7 +7,7 @@ card, they spill no register, fit the shared memory, and differ in their machine
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,21 @@ PRODUCTS = (
 
 def tiles_to_measure(architecture: str, kernel: str, tile: Tile) -> list[Tile]:
     """The tiles to measure beside this one."""
-    known = _compiled().get(architecture, {}).get(kernel)
+    known = compiled().get(architecture, {}).get(kernel)
     tiles = points(tile) if known is None else known
     return [other for other in tiles if other != tile]
 
 
+def described(architecture: str, kernels: Iterable[str]) -> str:
+    """Which tiles are measured beside these kernels' own, in words."""
+    if {*kernels} <= {*compiled().get(architecture, {})}:
+        return "the tiles that candidates.json has"
+    return f"all tiles near its own: candidates.json has none for {architecture}"
+
+
 @functools.cache
-def _compiled() -> dict[str, Any]:
+def compiled() -> dict[str, Any]:
+    """What the file has: the tiles by architecture and kernel."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 

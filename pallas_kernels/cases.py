@@ -37,6 +37,7 @@ class Size(NamedTuple):
     length: int
     model: Any
     whole: int = 0  # tokens of the sequence of which `length` are here; 0: no more
+    layers: int = 2  # of stacks of experts, whose last one is used
 
     @property
     def tokens(self) -> int:
@@ -50,11 +51,13 @@ class RandomInput(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+    layers: int = 0  # of a stack whose last layer it is, behind zeros; 0: none
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
         """Its shape and number format alone."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        stack = (self.layers,) if self.layers else ()
+        return jax.ShapeDtypeStruct((*stack, *self.shape), self.dtype)
 
 
 def normal(*shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> RandomInput:
@@ -120,9 +123,15 @@ def values_of(
         x = jnp.asarray(
             a.draw(rng, a.shape), drawn if is_bfloat16 and drawn is not None else a.dtype
         )
-        return x.astype(dtype) if is_bfloat16 else x
+        x = x.astype(dtype) if is_bfloat16 else x
+        return _as_last(x, a.layers) if a.layers else x
 
     return tuple(map(value, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _as_last(x: jax.Array, layers: int) -> jax.Array:
+    return jnp.zeros((layers, *x.shape), x.dtype).at[-1].set(x)
 
 
 def linearized(case: OperatorCase, dtype: Any = jnp.bfloat16) -> Callable:
@@ -310,7 +319,20 @@ def _tokens_of_few(size: Size) -> tuple[RandomInput, ...]:
 # Experts as a training step has them
 # ################################################################################################
 
-STACK = 2  # layers; the last one's weights are used
+# Pallas's Triton lowering has offsets of 64 bits in arrays of more bytes, which is other code.
+WIDE = 2**32
+SHARE = 0.75  # of a card's memory for stacks; XLA's implementation needs some beside them
+
+
+def layers_like_step(size: Size, memory: float = math.inf) -> int:
+    """The fewest layers whose stacks have offsets as wide as those of all the model's layers; two
+    where a card's memory, in bytes, does not hold so many."""
+    one = size._replace(layers=1)
+    arrays = [*(a.like for a in stacked(one)[2:]), *sums(one), _kept(one)]
+    of_layer = [x.size * x.dtype.itemsize for x in arrays]
+    layers = getattr(size.model, "num_hidden_layers", 2)
+    needed = max([2, *(WIDE // b + 1 for b in of_layer if b * layers > WIDE)])
+    return needed if needed * sum(of_layer) <= SHARE * memory else 2
 
 
 def stacked(size: Size) -> tuple[RandomInput, ...]:
@@ -318,16 +340,21 @@ def stacked(size: Size) -> tuple[RandomInput, ...]:
     copies."""
     x, choice, *weights = _tokens(size)
     dtype = jnp.dtype(getattr(size.model, "expert_weights", "bfloat16"))
-    stacks = (normal(STACK, *w.shape, dtype=dtype, scale=0.02) for w in weights)
+    stacks = (
+        normal(*w.shape, dtype=dtype, scale=0.02)._replace(layers=size.layers) for w in weights
+    )
     return x, choice, *stacks
 
 
-def sums(size: Size) -> tuple[RandomInput, ...]:
-    """The stacks of gradients, to which a micro-batch adds its own."""
-    stacks = stacked(size)[2:]
-    return tuple(
-        RandomInput(w.shape, jnp.float32, lambda rng, shape: np.zeros(shape)) for w in stacks
-    )
+def sums(size: Size) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The stacks of gradients, to which a micro-batch adds its own; zeros at first."""
+    return tuple(jax.ShapeDtypeStruct(w.like.shape, jnp.float32) for w in stacked(size)[2:])
+
+
+def _kept(size: Size) -> jax.ShapeDtypeStruct:
+    """The stack of what the backward pass needs."""
+    shape = size.layers, size.tokens, 2 * size.model.moe_intermediate_size
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def mlp_in_stacks(
@@ -338,14 +365,14 @@ def mlp_in_stacks(
     cotangent: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """The result, the gradient of the tokens, and the sums with the weights' gradients."""
-    experts = weights[0].shape[1]
+    layers, experts = weights[0].shape[:2]
     if takes_unsorted_rows():
         order, _, counts = sort_by_expert(choice, experts + 1)
         refs = tuple(map(jax.new_ref, sums))
-        kept = tiles.empty((STACK, len(x), math.prod(weights[0].shape[3:])), x.dtype)
+        kept = tiles.empty((layers, len(x), math.prod(weights[0].shape[3:])), x.dtype)
 
         def in_place(x: jax.Array) -> jax.Array:
-            layer, sizes = jnp.int32(STACK - 1), counts[:experts]
+            layer, sizes = jnp.int32(layers - 1), counts[:experts]
             return hold(*stacked_mlp(x, order, sizes, *weights, layer, refs, kept, True))
 
         out, pull = jax.vjp(in_place, x)

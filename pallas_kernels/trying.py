@@ -15,6 +15,7 @@ or an endless kernel was, and another child goes on behind it.
 """
 
 import concurrent.futures
+import itertools
 import json
 import os
 import sys
@@ -60,17 +61,20 @@ class TriedCall(NamedTuple):
     # dtype → function(arguments, sums) → (results, sums); `sums` are given away and come back.
     call: Callable[[Any], Callable]
     arguments: Callable[[Size], tuple[cases.RandomInput, ...]]
-    sums: Callable[[Size], tuple[cases.RandomInput, ...]]
+    sums: Callable[[Size], tuple[jax.ShapeDtypeStruct, ...]]
 
     @property
     def name(self) -> tuple[str, str]:
         """Operator and label."""
         return self.operator, self.label
 
-    def values(self, dtype: Any, drawn: Any) -> tuple[tuple, tuple]:
-        """Arguments, those of bfloat16 drawn in the format `drawn`; and sums."""
-        arguments = cases.values_of(self.arguments(self.size), dtype, drawn=drawn)
-        return arguments, cases.values_of(self.sums(self.size))
+    def values(self, dtype: Any, drawn: Any) -> tuple[jax.Array, ...]:
+        """Arguments, those of bfloat16 drawn in the format `drawn`."""
+        return cases.values_of(self.arguments(self.size), dtype, drawn=drawn)
+
+    def zeros(self) -> tuple[jax.Array, ...]:
+        """Sums."""
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in self.sums(self.size))
 
 
 def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
@@ -81,14 +85,18 @@ def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
     plain = [case for case in cases.CASES if case.operator == operator]
     more = cases.rare_cases(operator, asked.get("windows", ()))
     if operator == "grouped_mlp":
-        stacks = TriedCall(operator, "in stacks", True, size, _in_stacks, cases.stacked, cases.sums)
+        size = size._replace(layers=cases.layers_like_step(size, asked.get("memory") or np.inf))
+        label = f"in stacks of {size.layers} layers"
+        stacks = TriedCall(operator, label, True, size, _in_stacks, cases.stacked, cases.sums)
         chosen, more = [stacks], [*more, *plain]
     else:
-        chosen = [_case(case, size, True) for case in plain]
-    return chosen + [_case(case, small, False) for case in more]
+        chosen = [tried_call(case, size, True) for case in plain]
+    return chosen + [tried_call(case, small, False) for case in more]
 
 
-def _case(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
+def tried_call(case: cases.OperatorCase, size: Size, timed: bool) -> TriedCall:
+    """A case's call with its gradients."""
+
     def call(dtype: Any) -> Callable:
         def run(arguments, sums):
             out, pull = cases.linearized(case, dtype)(*arguments)
@@ -177,7 +185,7 @@ def try_all(
     asked: Mapping[str, Any], card: Chip, rows: list[Row], until: float, alone: bool
 ) -> Iterator[dict[str, Any]]:
     """{"begin": [operator, case, name]} and {"row": ..} of each implementation that `rows` does not
-    have; `alone`: one compiles at a time."""
+    have, and {"done": operator} after its last; `alone`: one compiles at a time."""
     for operator in asked["operators"]:
         of_operator = request_cases(asked, operator)
         exact: dict[str, Reference] = {}
@@ -188,6 +196,7 @@ def try_all(
         if best := best_of_each(rows, of_operator):
             for case in of_operator:
                 yield from _try_case(case, {BEST: best}, asked, card, rows, exact, np.inf, alone)
+        yield {"done": operator}
 
 
 def _try_case(
@@ -209,22 +218,29 @@ def _try_case(
         exact[case.label] = Reference(case, asked, card)
     reference = exact[case.label]
     reference.limit_by(known.get(XLA, {}))
-    programs: dict[str, Any] = {}
-    if not alone:  # in this program's threads: which one a crash was, the next child finds
-        yield {"begin": [*case.name, ""]}
-        for name, program in reference.compiled(todo, card):
-            programs[name] = program
-            yield {"alive": name}
-    for name, tiles in todo.items():
-        if name not in (XLA, SHIPPED) and time.monotonic() > until:
-            return
-        yield {"begin": [*case.name, name]}
-        row = {"operator": case.operator, "case": case.label, "name": name, "tiles": tiles}
-        if name not in programs:
-            programs |= reference.compiled({name: tiles}, card)
-        row |= reference.judge(name, programs[name])
-        rows.append(row)
-        yield {"row": row}
+    for batch in itertools.batched(todo, THREADS):  # between which the time is looked at
+        in_time = {name: todo[name] for name in batch if _needed(name) or time.monotonic() < until}
+        programs: dict[str, Any] = {}
+        if in_time and not alone:  # in threads: which one a crash was, the next child finds
+            yield {"begin": [*case.name, ""]}
+            for name, program in reference.compiled(in_time, card):
+                programs[name] = program
+                yield {"alive": name}
+        for name, tiles in in_time.items():
+            if not _needed(name) and time.monotonic() > until:
+                return
+            yield {"begin": [*case.name, name]}
+            row = {"operator": case.operator, "case": case.label, "name": name, "tiles": tiles}
+            if name not in programs:
+                programs |= reference.compiled({name: tiles}, card)
+            row |= reference.judge(name, programs[name])
+            rows.append(row)
+            yield {"row": row}
+
+
+def _needed(name: str) -> bool:
+    """Whether it is tried however late it is."""
+    return name in (XLA, SHIPPED)
 
 
 class Reference:
@@ -233,9 +249,10 @@ class Reference:
     def __init__(self, case: TriedCall, asked: Mapping[str, Any], card: Chip):
         self.case, self.dtype = case, jnp.dtype(asked["dtype"])
         self.queue = not card.is_host
-        self.given = case.values(self.dtype, self.dtype)
+        self.arguments = case.values(self.dtype, self.dtype)
+        one = case._replace(size=case.size._replace(layers=1))  # whose numbers the last layer has
         with chip.making(card.taking(("none",))), jax.default_matmul_precision("highest"):
-            arguments, sums = case.values(jnp.float32, self.dtype)
+            arguments, sums = one.values(jnp.float32, self.dtype), one.zeros()
             program = jax.jit(case.call(jnp.float32)).lower(arguments, sums).compile()
             groups = _groups(*program(arguments, sums))
         norms = [[_rms(x) for x in group] for group in groups]
@@ -259,13 +276,15 @@ class Reference:
     ) -> Iterator[tuple[str, Any]]:
         """(name, program, or the error) of each, as they are ready."""
 
+        sums = self.case.sums(self.case.size)
+
         def one(name: str, tiles: Mapping[str, Tile]) -> tuple[str, Any]:
             given = tuple((kernel, tuple(tile.items())) for kernel, tile in tiles.items())
             target = card.taking(("none",)) if name == XLA else card._replace(tiles=given)
             try:
                 with chip.making(target):
                     program = jax.jit(self.case.call(self.dtype), donate_argnums=1)
-                    return name, program.lower(*self.given).compile()
+                    return name, program.lower(self.arguments, sums).compile()
             except Exception as error:
                 return name, error
 
@@ -280,10 +299,8 @@ class Reference:
         try:
             if isinstance(program, Exception):
                 raise program
-            arguments, sums = self.given
-            buffers = [jax.tree.map(jnp.copy, sums)]
-            results = program(arguments, buffers[0])
-            buffers[0] = results[1]
+            results = program(self.arguments, self.case.zeros())
+            buffers = [results[1]]
             errors = self._errors([x for group in _groups(*results) for x in group])
             row["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
             norm, worst = map(max, zip(*errors, strict=True))
@@ -296,7 +313,7 @@ class Reference:
                 self.limit_by(row)
 
             def call() -> Any:
-                out, buffers[0] = program(arguments, buffers[0])
+                out, buffers[0] = program(self.arguments, buffers[0])
                 return out
 
             if self.case.timed:
@@ -320,8 +337,14 @@ def _groups(results: tuple, sums: Any) -> list[list[jax.Array]]:
     out, gradients = results
     return [
         [x.astype(jnp.float32) for x in jax.tree.leaves(group)]
-        for group in (out, (gradients, sums))
+        for group in (out, (gradients, [*map(_last_and_others, sums)]))
     ]
+
+
+@jax.jit
+def _last_and_others(stack: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The last layer, and the largest number of the others, which must stay zeros."""
+    return stack[-1], jnp.max(jnp.abs(stack[:-1]), initial=0.0)
 
 
 def _rms(x: jax.Array) -> float:
@@ -355,7 +378,8 @@ def main() -> int:
     device = jax.devices()[0]
     card = chip.chip_of(device)
     about = {"platform": card.platform, "kind": card.kind, "name": device.device_kind}
-    send(about | {"devices": jax.device_count()})
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    send(about | {"devices": jax.device_count(), "memory": memory})
     request = json.load(sys.stdin)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     if request:

@@ -8,7 +8,8 @@ that never ends costs that tile's place and no more. An operator's kernels are t
 right in all cases and faster than XLA's; a case that was not reached decides nothing.
 
 Printed are the times of XLA's, of the tiles that ship, and of the best of each, with the gain over
-what ships. Runs on this machine take what was found by themselves, from
+what ships. Each operator is printed and written when it is done, so that an end before the last one
+leaves the others. Runs on this machine take what was found by themselves, from
 ~/.cache/zaya_jax/tiles.json, as long as card, driver, JAX and the kernels' source stay the same.
 """
 
@@ -20,18 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pallas_kernels import chip, table, trying
+from pallas_kernels import candidates, chip, table, trying
 from pallas_kernels.chip import Chip
 from pallas_kernels.trying import BEST, SHIPPED, XLA, Row
 
 SECONDS = 90.0  # after which no further tile is begun
+POLL = 0.2  # between two looks at what a child has said
 EACH = 60.0  # between two signs of life of a child: a compiler may take that long
 START = 180.0  # of a child's start
 GAIN = 1.03  # by which our kernels must be faster than XLA's
@@ -45,40 +47,43 @@ def measure(
     pretend: Chip | None = None,
     seconds: float = SECONDS,
     each: float = EACH,
+    found: Callable[[Chip, str, dict[str, Any], list[Row], str], None] = lambda *_: None,
 ) -> tuple[Chip, str, dict[str, Any], list[Row]]:
     """The card, its name, what was asked (`request(number of devices)`), and what became of each
-    implementation. RuntimeError without a GPU. For tests: other programs, a card to pretend."""
-    answers, fault = _answers(program, None, START)
+    implementation, which `found` is given after each operator, with its name. RuntimeError without
+    a GPU. For tests: other programs, a card to pretend."""
+    *answers, last = _answers(program, None, START)
     if not answers:
-        raise RuntimeError(f"the process that tries {fault}")
+        raise RuntimeError(f"the process that tries {last['fault']}")
     about = answers[0]
     card = pretend or Chip(about["platform"], about["kind"])
     if card.maker not in ("cuda", "rocm"):
         raise RuntimeError("no GPU is here; python -m benchmarks.kernels interprets kernels")
-    asked = json.loads(json.dumps(request(about["devices"])))
+    asked = json.loads(json.dumps(request(about["devices"]) | {"memory": about["memory"]}))
     rows: list[Row] = []
     until, alone = time.monotonic() + seconds, False
     while True:
-        before, begun = len(rows), ["", "", ""]
+        before, begun, ended = len(rows), ["", "", ""], False
         told = {"asked": asked, "rows": rows, "seconds": until - time.monotonic(), "alone": alone}
-        answers, fault = _answers(program, told | {"as": pretend and list(pretend[:2])}, each)
-        for answer in answers:
-            if answer.get("end"):
-                return card, about["name"], asked, rows
+        for answer in _answers(program, told | {"as": pretend and list(pretend[:2])}, each):
             if "row" in answer:
                 rows.append(answer["row"])
+            if "done" in answer:
+                found(card, about["name"], asked, rows, answer["done"])
             begun = answer.get("begin", begun)
+            last = answer
+            ended = ended or "end" in answer
+        if ended:
+            return card, about["name"], asked, rows
         if begun[2] and not (rows and [rows[-1][n] for n in NAMES] == begun):
-            rows.append(dict(zip(NAMES, begun, strict=True)) | {"fault": fault})
+            rows.append(dict(zip(NAMES, begun, strict=True)) | last)
         if alone and len(rows) == before:
-            raise RuntimeError(f"the process that tries {fault}")
+            raise RuntimeError(f"the process that tries {last['fault']}")
         alone = True  # so that the next child says what it was that took this one
 
 
-def _answers(
-    program: Sequence[str], request: dict | None, each: float
-) -> tuple[list[dict[str, Any]], str]:
-    """What a child answers until its end, and in words why it ended."""
+def _answers(program: Sequence[str], request: dict | None, each: float) -> Iterator[dict[str, Any]]:
+    """What a child answers, as it comes, and then in words why it ended, {"fault": ..}."""
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,26 +98,28 @@ def _answers(
                 env=os.environ | ours,
                 start_new_session=True,
             )
-        seen = -1
+        count, heard, code = 0, time.monotonic(), None
         try:
             # As long as it says something within the time; its first words may come from a slow disk.
-            while process.poll() is None and (size := answers.stat().st_size) > seen:
-                seen = size
+            while code is None and time.monotonic() < heard + (each if count else START):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(each if size else START)
-            code = process.poll()
+                    process.wait(POLL)
+                code = process.poll()
+                # A line that its end cut short is no answer.
+                lines = answers.read_text().rpartition("\n")[0].splitlines()
+                yield from map(json.loads, lines[count:])
+                if len(lines) > count:
+                    count, heard = len(lines), time.monotonic()
         finally:  # with all that it started
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        # A line that its end cut short is no answer.
-        lines = answers.read_text().rpartition("\n")[0].splitlines()
         fault = f"did not end within {each:.0f} s"
         if code is not None:
             name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            last = errors.read_text().strip().rpartition("\n")[2][:160]
-            fault = f"ended the process ({name})" + (f": {last}" if last else "")
-        return [json.loads(line) for line in lines], fault
+            said = errors.read_text().strip().rpartition("\n")[2][:160]
+            fault = f"ended the process ({name})" + (f": {said}" if said else "")
+        yield {"fault": fault}
 
 
 def make_record(
@@ -167,8 +174,9 @@ def verdict(
     return times or {XLA: np.inf}, ours if times.get(ours, np.inf) <= slowest else XLA
 
 
-def describe(asked: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """A line for each operator: what a run takes, and the times; then its tiles and faults."""
+def describe(asked: dict[str, Any], rows: Sequence[Row], card: Chip) -> list[str]:
+    """Lines for each operator: what a run takes, and the times; its tiles and faults; where and
+    which others were tried."""
     lines = []
     for operator in asked["operators"]:
         times, best = verdict(asked, operator, rows)
@@ -187,6 +195,10 @@ def describe(asked: dict[str, Any], rows: Sequence[Row]) -> list[str]:
             judged = row["operator"] == operator and row["name"] in (XLA, SHIPPED, BEST)
             if judged and "fault" in row:
                 lines.append(f"  {row['name']}, {row['case']}: {row['fault']}")
+        timed = [case.label for case in trying.request_cases(asked, operator) if case.timed]
+        given = trying.shipped_tiles(asked, operator, card)
+        others = candidates.described(card.architecture, given)
+        lines.append(f"  timed: {'; '.join(timed)}, with {others}")
     return lines
 
 
@@ -214,27 +226,27 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"note: {name} is not tried: a step of this config does not have it", flush=True)
         return asked | {"operators": [name for name in asked["operators"] if name in wanted]}
 
+    def found(card: Chip, name: str, asked: dict[str, Any], rows: list[Row], operator: str) -> None:
+        earlier, _ = table.read_measured(card.kind)
+        try:
+            table.write_measured(card.kind, make_record(card, name, asked, rows, earlier))
+        except OSError as error:
+            raise RuntimeError(
+                f"{table.measured_file()} cannot be written ({error.strerror}); set"
+                " XDG_CACHE_HOME to a folder that can"
+            ) from error
+        done = asked | {"operators": [operator]}
+        print("\n".join(describe(done, rows, card)), flush=True)
+
     try:
-        card, name, asked, rows = measure(request, seconds=options.seconds)
+        _, name, _, _ = measure(request, seconds=options.seconds, found=found)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return cli.BAD_INPUT
-    earlier, _ = table.read_measured(card.kind)
-    record = make_record(card, name, asked, rows, earlier)
-    print("\n".join([f"{name}:", *describe(asked, rows)]))
-    try:
-        table.write_measured(card.kind, record)
-    except OSError as error:
-        print(
-            f"error: {table.measured_file()} cannot be written ({error.strerror}); set"
-            " XDG_CACHE_HOME to a folder that can",
-            file=sys.stderr,
-        )
-        return cli.BAD_INPUT
     print(
-        f"written: {table.measured_file()}; runs on this machine take it from now on.\nTo let it ship"
-        " for everyone, send this file: it has the card's name, versions, sizes and times, and no"
-        " paths."
+        f"written: {table.measured_file()}; runs on this machine with {name} take it from now on.\nTo"
+        " let it ship for everyone, send this file: it has the card's name, versions, sizes and times,"
+        " and no paths."
     )
     return 0
 

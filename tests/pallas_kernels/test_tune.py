@@ -2,6 +2,9 @@
 more."""
 
 import dataclasses
+import json
+import math
+import time
 import types
 
 import jax
@@ -9,9 +12,10 @@ import jax.numpy as jnp
 import pytest
 import tiny_runs
 
-from pallas_kernels import cases, chip, trying, tune
+from pallas_kernels import cases, chip, table, trying, tune
 from pallas_kernels.cases import Size
 from pallas_kernels.trying import BEST, SHIPPED, XLA
+from zaya_jax.config import read_config
 from zaya_jax.training import kernels
 
 MODEL = {
@@ -90,7 +94,7 @@ def test_a_case_that_was_never_begun_decides_nothing():
     kept = tune.make_record(HERE, "MI300X", REQUEST, rows, earlier)
     assert kept["kernels"] == ["cca_mix"] and kept["tiles"] == earlier["tiles"]
     unknown = tune.make_record(chip.Chip("gpu", "NVIDIA B200"), "B200", REQUEST, rows)
-    assert unknown["kernels"] == [] and tune.describe(REQUEST, rows) == [
+    assert unknown["kernels"] == [] and tune.describe(REQUEST, rows, HERE)[:1] == [
         "attention: not tried to its end: as it ships"
     ]
 
@@ -139,7 +143,7 @@ def test_what_is_compared_has_the_runs_options():
         for operator in chip.OPERATORS
     }
     assert labels["attention"] == ["causal, documents", "window of 7", FURTHER]
-    assert labels["grouped_mlp"][0] == "in stacks" and len(labels["grouped_mlp"]) == 3
+    assert labels["grouped_mlp"][0] == "in stacks of 2 layers" and len(labels["grouped_mlp"]) == 3
     assert labels["cca_mix"][1] == "all channels turn, padded tail"
     assert request["model"]["expert_weights"] == config.precision.compute
     precise = dataclasses.replace(config.precision, weights="float32", compute="bfloat16")
@@ -174,11 +178,85 @@ def test_without_a_gpu_it_says_so_and_a_process_that_cannot_start_is_named(capsy
         tune.measure(lambda devices: REQUEST, program=("no.such.module",))
 
 
+def test_stacks_have_the_fewest_layers_whose_offsets_are_as_wide_as_the_steps():
+    """ZAYA1's matrices down are 134 MB of bfloat16 a layer: those of all 40 layers, and of 33, take
+    more than 2 ** 32 bytes."""
+    base = kernels.tuning_request(read_config("experiments/configs/zaya1_base.py"), 1)
+    cards = {0: 33, 64 << 30: 33, 40 << 30: 2}
+    for memory, layers in cards.items():
+        case = trying.request_cases(base | {"memory": memory}, "grouped_mlp")[0]
+        assert case.label == f"in stacks of {layers} layers"
+        weights = [a.like for a in case.arguments(case.size)[2:]]
+        assert [w.shape[0] for w in weights] == [layers, layers]
+        wide = [math.prod(w.shape) * w.dtype.itemsize > 2**32 for w in weights]
+        assert wide == [layers == 33] * 2
+
+
+def test_what_is_found_is_given_as_it_is_found(tmp_path, monkeypatch):
+    """Before the child ends, which here it does not do by itself."""
+    said = [{"platform": "cuda", "kind": "sm_90", "name": "H100", "devices": 1, "memory": None}]
+    said += [{"row": row(SHIPPED, 1.0)}, {"done": "attention"}]
+    lines = "\n".join(map(json.dumps, said))
+    sleep = "import sys, time\nif 'asked' in sys.stdin.read(): time.sleep(99)\n"
+    (tmp_path / "a_child.py").write_text(f"print({lines!r}, flush=True)\n{sleep}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = []
+
+    def found(card, name, request, rows, operator):
+        told.append((name, request["memory"], len(rows), operator))
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        tune.measure(lambda devices: REQUEST, program=("a_child",), found=found)
+    assert told == [("H100", None, 1, "attention")]
+
+
+def test_what_was_written_stays_where_the_search_ends_early(tmp_path, monkeypatch, capsys):
+    def ends(request, seconds, found):
+        rows = [*in_all_cases(XLA, 1.0), *in_all_cases(SHIPPED, 0.5)]
+        found(HERE, "MI300X", asked("attention", "residual_norm"), rows, "attention")
+        raise RuntimeError("the process that tries ended")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "measure", ends)
+    assert tune.main(["--config=experiments/configs/tiny.py"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("attention: a run takes shipped: XLA 1000.000 ms")
+    assert printed.err == "error: the process that tries ended\n"
+    record, _ = table.read_measured(HERE.kind)
+    assert {name.split("_")[0] for name in record["tiles"]} == {"attention"}
+    assert "residual_norm" in record["kernels"]  # as it ships
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_the_deadline_nothing_more_is_compiled_but_xlas_and_what_ships(monkeypatch, late):
+    compiled, until = [], time.monotonic() + (0 if late else 99)
+
+    class Reference:
+        def __init__(self, *given):
+            self.judge = lambda name, program: {"seconds": 1.0}
+            self.limit_by = lambda row: None
+
+        def compiled(self, todo, card):
+            compiled.append(len(todo))
+            return [(name, None) for name in todo]
+
+    monkeypatch.setattr(trying, "Reference", Reference)
+    answers = [*trying.try_all(REQUEST, HERE, [], until, False)]
+    rows = [answer["row"] for answer in answers if "row" in answer]
+    tried = [row["name"] for row in rows if row["case"] == "causal, documents"]
+    assert tried[:2] == [XLA, SHIPPED] and answers[-1] == {"done": "attention"}
+    if late:
+        assert compiled == [2, 2] and len(tried) == 2
+    else:
+        assert max(compiled) == trying.THREADS and len(tried) > trying.THREADS
+
+
 @pytest.mark.slow
 def test_experts_in_stacks_and_another_tile_are_tried_as_the_step_runs_them():
     here, name, request, rows = tuned(asked("grouped_mlp"), "tiles=1")
     assert not faults(rows)
-    names = {row["name"] for row in rows if row["case"] == "in stacks"}
+    names = {row["name"] for row in rows if row["case"] == "in stacks of 2 layers"}
     assert len(names) >= 8 and {XLA, SHIPPED} < names
     for row in rows:  # ours are interpreted here, and slow
         row["seconds"] = 9.0 if row["name"] == XLA else 1.0

@@ -116,4 +116,5 @@ def _sizes_on_device(config: Config, spread: Spread) -> dict[str, Any]:
         "router_hidden_size": m.router_hidden_size,
         "cca_time0": m.cca_time0,
         "cca_time1": m.cca_time1,
+        "num_hidden_layers": m.num_hidden_layers,
     }
