@@ -1,10 +1,11 @@
 """From tokens to batches, the same batches for any number of processes.
 
-    files ──▶ documents ──▶ tokens ──▶ rows ──▶ batches
-    └──────── zaya_jax.text ──────┘  └─── here ───────┘
+    files ──▶ samples ──▶ documents ──▶ tokens ──▶ rows ──▶ batches
+    └────────────── zaya_jax.text ────────────┘  └─── here ───────┘
 
     box        class                            takes → gives
     files      `text_files`, `inputs` of text   `data.path` → names of files
+    samples    `inputs.samples` of text         a file → texts, turns of chats
     documents  `token_block.Document` of text   a text or chat → its ids, and which are predicted
     tokens     `stores.MemoryStore`             documents → one tape, in memory
                `prepared_store.PreparedStore`   prepared shards → the tape, read in bundles
@@ -18,7 +19,7 @@ A run's steps are divided four times: a *phase* of the schedule has *segments* o
 (`schedule`), each of which is a *stretch* here (`mix`); an *era* is consecutive stretches of one
 context and packing (`pipeline`).
 
-`stores` opens any path of the config as one of the two tapes. `windows` makes the batches of
+`stores` opens any path of the config as one of the two stores. `windows` makes the batches of
 evaluation from the same rows. `shuffle` has the permutation under `order`.
 """
 

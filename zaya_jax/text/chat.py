@@ -40,6 +40,7 @@ RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
+# How a chat was fitted to a context (`chat_template.Template.encode_within`).
 KEPT, TRIMMED, REDUCED, DROPPED = "kept", "trimmed", "reduced", "dropped"
 _THINK = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
@@ -51,7 +52,8 @@ class BadChat(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One turn as text."""
+    """One turn as text. Its repr decides whether its chat is held out (`memory`): a field that is
+    added must not be in it."""
 
     role: str
     reasoning: str

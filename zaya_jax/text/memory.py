@@ -181,7 +181,8 @@ def _encode_pair(
 
 
 def _hash(messages: list[chat.Message]) -> bytes:
-    """Decides on which side a chat is, in all runs that there are: a test holds it."""
+    """The hash that decides whether a chat is held out. It must stay as it is (a test holds it), or
+    runs that go on would learn chats that they have held out."""
     calls = [message.extra_fields.get("tool_calls") for message in messages]
     content = repr(messages) + "".join(map(repr, filter(None, calls)))
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
