@@ -4,11 +4,11 @@
 `chat_template` among its files, or else TEMPLATE, which an export takes along for transformers and
 the servers that read its folders.
 
-Only what the model writes is learnt. Where a template says what that is, by `{% generation %}`, it
-is that; otherwise `answer_spans` finds each answer in the text. Templates may rewrite earlier turns
-(most leave their reasoning out): an answer that is not in the text as the model wrote it is counted
-and not learnt, and a chat of which the template leaves something out is counted and left out. A
-text that spells a special token becomes that token, as in transformers.
+Only what the model writes is learnt. Where a template marks that by `{% generation %}`, the marked
+text is learnt; otherwise `answer_spans` finds each answer in the text. Templates may rewrite
+earlier turns (most leave their reasoning out): an answer that is not in the text as the model wrote
+it is counted and not learnt, and a chat of which the template leaves something out is counted and
+left out. A text that spells a special token becomes that token, as in transformers.
 """
 
 import contextlib
@@ -376,7 +376,7 @@ class Template:
             if excess <= 0:
                 return document, outcome
             ids = self._tokenizer.encode(turns[last].reasoning)[:-excess]
-            # half of a character
+            # The cut may leave half of a character.
             reasoning = self._tokenizer.decode(ids).rstrip("\N{REPLACEMENT CHARACTER}")
             turns[last] = turns[last].with_reasoning(reasoning if reasoning.strip() else "")
         return shortest, outcome
@@ -414,7 +414,7 @@ class Template:
             "answers rewritten": sum(turn.is_learnt for turn in turns) - learnt,
             "tokens learnt": int(predicted.sum()),
         }
-        with contextlib.suppress(Refused):  # of a chat as short as the one that shows the ending
+        with contextlib.suppress(Refused):  # the short chat that shows the ending
             if not any(self.ending):
                 counts["answers learnt without an end"] = learnt
         return Document(np.array(ids, self._tokenizer.dtype), predicted, counts)
@@ -422,7 +422,7 @@ class Template:
 
 def _split_tools(messages: Sequence[Message]) -> tuple[Any, Sequence[Message]]:
     """(the tools that lead a conversation, or None; its turns)."""
-    with contextlib.suppress(ValueError):  # in words: a turn as it was given
+    with contextlib.suppress(ValueError):  # tools described in words stay a turn
         if messages and messages[0].role == "tools":
             return json.loads(messages[0].content) or None, messages[1:]
     return None, messages

@@ -64,7 +64,7 @@ class InputRange:
     stamp: Stamp  # of the file, when the preparation began
     start: int
     stop: int
-    cost: int  # bytes, for progress
+    cost: int  # bytes, or for a shard of the hub as many as a task has
 
     def __str__(self) -> str:
         return text_files.printable(self.path)
@@ -91,7 +91,7 @@ class TextOrChat:
         )
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Whether records with these fields may be such."""
+        """Whether records with these fields may have this form."""
         known = any(field in names for field in (self.text_field, *CHAT_FIELDS))
         return known or any({*pair} <= {*names} for pair in chat.PAIRS)
 
@@ -128,7 +128,7 @@ class ChatPair:
     way_out = "remove it"
 
     def is_in(self, names: Sequence[str]) -> bool:
-        """Whether records with these fields may be such."""
+        """Whether records with these fields may have this form."""
         return {"chosen", "rejected"} <= {*names}
 
     def content(self, record: dict[str, Any]) -> chat.Pair:

@@ -96,7 +96,7 @@ def _continue(
     on_progress: OnProgress,
     part: tuple[int, int] | None,
 ) -> dict[str, Any] | None:
-    """Do the tasks that are left; the manifest, but for a part."""
+    """Do the tasks that are left; returns the manifest, or None after a part."""
     _save_or_check_plan(directory, plan)
     tasks = inputs.make_tasks(plan["files"], plan["part_bytes"])
     tokenizer = _tokenizer(options, directory, tasks)

@@ -44,7 +44,7 @@ class Options:
     context: int = 0  # chats are fitted to it; 0: to none
     held_out: float = text_files.HELD_OUT_SHARE
     skip_bad: bool = False  # skip and count unreadable input instead of stopping at the first
-    part_bytes: int = 256 << 20
+    part_bytes: int = 256 << 20  # input of a task; a machine's part is of many tasks
 
 
 def make_plan(options: Options, paths: list[str]) -> Plan:
@@ -97,6 +97,7 @@ def run_task(task: Task, job: Job) -> int:
     with contextlib.closing(_TaskWriter(task, job, tokenizer)) as writer:
         for piece in task.ranges:
             writer.add(piece)
+        # After reading, so that a change in the meantime is noticed, too.
         for piece in task.ranges:
             if inputs.file_stamp(piece.path) != piece.stamp:
                 raise UserError(

@@ -95,8 +95,9 @@ def corpus_id(facts: Any) -> int:
 def encode_bundle(
     tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray, address: RecordAddress
 ) -> bytes:
-    """The record of a bundle: `tokens` are its own and the one that follows; of its own, `starts`
-    says where documents begin, and `learn` whose next token is to be predicted.
+    """The record of a bundle. `tokens` has one more than the bundle: the token that follows. Of each
+    token of the bundle, `starts` says whether a document begins there, and `learn` whether the next
+    token is to be predicted.
     """
     positions = np.flatnonzero(starts).astype("<u4")
     mask = b""
@@ -131,7 +132,7 @@ def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> TokenBloc
 
 
 def _learn_all(starts: np.ndarray) -> np.ndarray:
-    """All is learnt, but for the begin of a document from what is before it."""
+    """The `learn` of a bundle of texts: every next token is predicted, unless it begins a document."""
     return np.append(~starts[1:], True)
 
 
@@ -189,8 +190,8 @@ def _check_record(
 
 
 class ShardWriter:
-    """Writes documents into the bundles of one shard, under a temporary name; the caller gives it
-    its own."""
+    """Writes documents into the bundles of one shard, under a temporary name; the caller renames
+    the file."""
 
     def __init__(self, path: pathlib.Path, dtype: type, corpus: int, split: int, task: int) -> None:
         self.path = path

@@ -1,8 +1,8 @@
 """Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain
 files.
 
-`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Bytes are
-one like any other, only faster.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. The
+tokenizer of bytes is one like any other, only faster.
 """
 
 import dataclasses
@@ -53,6 +53,7 @@ ID_NAMES = {"bos_id": BOS_NAMES, "eos_id": EOS_NAMES, "pad_id": PAD_NAMES}
 
 BYTES_CHAT_TOKENS = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}
 
+# Names of ids: those of transformers' and our models' configs, and those of tokenizers.
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
@@ -113,7 +114,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
         try:
-            # without places
+            # the fast call leaves out the offsets of tokens
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
@@ -375,7 +376,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _with_bos(tokenizer: Any) -> Any:
-    """A tokenizer made here, which begins a document in other programs too, as training does."""
+    """The tokenizer, which now begins each text with BOS in other programs, as training does."""
     from tokenizers import processors
 
     name = BOS_NAMES[0]
