@@ -104,14 +104,15 @@ class SourceRows:
         return numbers[np.lexsort((self.order.lane(numbers), numbers // self.order.num_rows))]
 
     def reserve_cache(self, fraction: float) -> None:
-        """Size the store's cache so that every block that this process has open stays in memory; it
-        reads this fraction of the source."""
+        """Size the store's cache for what this process reads of all open blocks at a time; it reads
+        this fraction of the source."""
         store = self.store
         if not isinstance(store, PreparedStore) or self.order.block_rows == 1:
             return
-        # A block begins and ends inside a bundle; decoded, a token has two flags. With somewhat
-        # less memory than this, each bundle is read at each visit: the least recently used one is
-        # the next one wanted.
+        # A visit to a block reads a row of `Tape`, or from all over a unit of `Packed`; either
+        # begins and ends inside a bundle. Decoded, a token has two flags. With somewhat less memory
+        # than this, each bundle is read at each visit: the least recently used one is the next one
+        # wanted.
         block_tokens = self.layout.unit_tokens + 2 * store.bundle_tokens
         block_bytes = block_tokens * (store.manifest["token_bytes"] + 2)
         open_blocks = self.order.most_open * fraction
@@ -172,7 +173,7 @@ class Batches:
             self._check_stores(seq_len, packing, stretch)
         self.notes = list(dict.fromkeys(self.notes))
         self._planned = _eras(parts)
-        self.skip_batches(())
+        self.skip_batches(())  # none yet: makes `skipped`, `eras` and `_sources`
 
     def _check_stores(self, seq_len: int, packing: str, stretch: mix.Stretch) -> None:
         """UserError where the sources of a part of the run do not fit together or into its rows."""
@@ -195,7 +196,8 @@ class Batches:
         self.eras = list(self._planned)
         latest = 0
         for first, count in self.skipped:
-            # After a second rollback over the same steps, all that was read before stays skipped.
+            # Where an earlier range begins later, the run has once read all steps before that: they
+            # stay skipped, too.
             stop = max(first + count, latest)
             latest = max(latest, first)
             self.eras = [era.skipping(first, stop) for era in self.eras]

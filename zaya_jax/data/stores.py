@@ -61,6 +61,8 @@ class MemoryStore:
         return [[(self.block, start, stop)] for start, stop in spans]
 
 
+# Rows and batches use of both: name, fingerprint, files, num_tokens, bundle_tokens, num_shards,
+# first_token (of each shard, and the end), lengths, read_spans.
 TokenStore = MemoryStore | PreparedStore
 
 

@@ -127,7 +127,7 @@ def named_paths(config: Config) -> dict[str, str]:
 
 
 def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
-    """The tokens of each; UserError for what cannot be evaluated on."""
+    """{name: store} of config.eval.named; UserError for what cannot be evaluated on."""
     return {
         name: _open(config, name, path, tokenizer) for name, path in named_paths(config).items()
     }
