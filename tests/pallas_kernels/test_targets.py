@@ -18,7 +18,10 @@ from pallas_kernels.candidates import compiled, points, tiles_to_measure
 from zaya_jax.hardware import targets
 
 # as docs/compiling.md says
-COMPILED = {"gfx942": {"cca_mix", "grouped_mlp"}, "sm_90": {"cca_mix", "residual_norm"}}
+COMPILED = {
+    "gfx942": {"cca_mix", "grouped_mlp"},
+    "sm_90": {"cca_mix", "grouped_mlp", "residual_norm"},
+}
 SHARED = {"mi300x": 64 << 10, "h200": 227 << 10}  # bytes that a block may have
 
 
