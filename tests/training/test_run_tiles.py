@@ -44,7 +44,7 @@ def test_a_start_says_how_many_tiles_were_measured_and_checkpoints_have_them(own
     assert notes.other_rounding(before, 2, found.kernels, 3) == ""
     assert notes.other_rounding({}, 2, found.kernels, 0) == ""  # a fresh run
     note = notes.other_rounding(before, 4, measured.kernels, 3)
-    assert note.startswith("note: another number of devices and another choice of our kernels or")
+    assert "the number of devices (2 before, 4 now), our kernels or their tiles: sums" in note
 
 
 def test_an_unknown_card_has_xlas_kernels_until_tune_found_its_tiles(own):

@@ -150,7 +150,7 @@ def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, way):
         ({"data.micro_batch": 4}, 1, "data.micro_batch (0 before, 4 now): sums have another order"),
         ({"data.on_corrupt": "skip", "eval.every": 3, "checkpoint.max_failures": 9}, 1, ""),
         # no key has changed: by itself mesh.data takes the devices that there are
-        ({}, 2, "another number of devices than until step 2: sums have another order"),
+        ({}, 2, "the number of devices (1 before, 2 now): sums have another order"),
     ],
 )
 def test_what_cannot_change_the_numbers_may_change(

@@ -106,7 +106,9 @@ class Spikes:
         if finite and (np.array(pair) <= limits).all():
             self._add_normal(pair)
             self._ahead = max(self._ahead - 1, 0)
-            self._steps = self._ahead and self._steps + 1
+            self._steps += 1
+            if not self._ahead:
+                self._steps = 0  # the streak is over
             return None
         self._ahead, self._steps = self._ahead + 1, self._steps + 1
         if self._ahead < self._settings.spike_steps:

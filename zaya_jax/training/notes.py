@@ -54,17 +54,22 @@ def other_rounding(meta: dict, devices: int, kernels: dict, reached: int) -> str
     """A note if a run goes on with another number of devices or processes, or other tiles, than it
     had at this checkpoint; "" otherwise. The config may be the same: `mesh.data` = -1 takes what is
     there."""
-    facts = {
-        "number of devices": (meta.get("devices"), devices),
-        "number of processes": (meta.get("processes"), jax.process_count()),
-        "choice of our kernels or their tiles": (meta.get("kernels"), kernels),
+    counts = {
+        "devices": (meta.get("devices"), devices),
+        "processes": (meta.get("processes"), jax.process_count()),
     }
-    changed = [name for name, (before, now) in facts.items() if before not in (None, now)]
+    changed = [
+        f"the number of {name} ({before} before, {now} now)"
+        for name, (before, now) in counts.items()
+        if before not in (None, now)
+    ]
+    if meta.get("kernels") not in (None, kernels):
+        changed.append("our kernels or their tiles")
     if not changed:
         return ""
     return (
-        f"note: another {' and another '.join(changed)} than until step {reached}: sums have another"
-        " order from here on, so the run rounds differently"
+        f"note: changed since step {reached}: {', '.join(changed)}: sums have another order from"
+        " here on, so the run rounds differently"
     )
 
 
