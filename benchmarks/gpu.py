@@ -134,6 +134,7 @@ HOURS: dict[int, Parts] = {
         "slice, tuned": (180, STEP, {}),
         "beside PyTorch": (240, f"benchmarks.bench_step {BESIDE} --shape=slice --rounds=3", {}),
         "decoding": (150, f"benchmarks.generation {BESIDE} --sizes=slice --rounds=1", {}),
+        "jax-triton": (60, "benchmarks.jax_triton_down", {}),
         "slice, tiles that ship": (150, STEP, SHIPPED),
     },
     3: {
@@ -156,6 +157,7 @@ SMALL = "--config=experiments/configs/tiny.py"
 TINY = {
     "benchmarks.gpu": "",
     "benchmarks.router": "--tokens=256 --width=64",
+    "benchmarks.jax_triton_down": None,
     STEP: f"{SMALL} --layers=0 --sequences=2 --micro-batches=2 --seconds=0.1",
     "benchmarks.kernels": "--operators residual_norm --seconds=1e-3",
     "benchmarks.bench_step": "--shape=tiny --rounds=2",

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from benchmarks import gpu, gpu_step
+from benchmarks import gpu, gpu_step, jax_triton_down
+from pallas_kernels.chip import Chip, making
+from pallas_kernels.tiles import ProductTile
 from zaya_jax.compiled.launches import GpuKernel
 
 
@@ -67,3 +69,12 @@ def test_every_part_of_every_hour_has_a_tiny_size():
     for parts in gpu.HOURS.values():
         for seconds, words, _ in parts.values():
             assert seconds > 0 and words.split()[0] in gpu.TINY
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_down_product_beside_jax_triton_is_that_of_the_definition(ordered):
+    given = jax_triton_down.arguments(200, 64, 5, 3, ordered)
+    with making(Chip("cpu", "sm_90")):
+        out = jax_triton_down.by_pallas(ProductTile(32, 32, 16, 4, 2), *given)
+    assert 0 < jax_triton_down.error(out, *given) < jax_triton_down.MOST
+    assert jax_triton_down.error(out[::-1], *given) > 1
