@@ -119,21 +119,21 @@ def test_another_run_s_step(runs):
 
 
 def test_any_byte_of_the_list_itself(runs):
-    marker = runs[0] / "40" / layout.MARKER
+    marker = runs[0] / "40" / layout.SEAL_FILE
     content = marker.read_bytes()
     for at in range(0, len(content), 7):
         for change in (1, 32):
             marker.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
-            assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.MARKER], at
+            assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.SEAL_FILE], at
     for other in (content + b"\n", content.replace(b'3,"', b'4,"')):
         marker.write_bytes(other)
-        assert Vault(runs[0]).verify(40)[0].file == layout.MARKER
+        assert Vault(runs[0]).verify(40)[0].file == layout.SEAL_FILE
 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused_and_stays(runs):
     """It is no damage: with on_corrupt=previous, too, it is not set aside."""
     for step in (36, 40):
-        marker = runs[0] / str(step) / layout.MARKER
+        marker = runs[0] / str(step) / layout.SEAL_FILE
         marker.write_bytes(
             seal.with_checksum(seal.without_checksum(marker.read_bytes()) | {"format": 2})
         )

@@ -29,7 +29,7 @@ def test_a_list_that_cannot_be_looked_at_costs_no_copy(run, monkeypatch):
     before, info, failed = content(copies), LocalFileSystem.info, []
 
     def sometimes(self, path, **options):
-        if str(path).endswith(f"copies/4/{layout.MARKER}") and len(failed) < 2:
+        if str(path).endswith(f"copies/4/{layout.SEAL_FILE}") and len(failed) < 2:
             failed.append(path)
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return info(self, path, **options)
@@ -41,7 +41,7 @@ def test_a_list_that_cannot_be_looked_at_costs_no_copy(run, monkeypatch):
 
 def test_an_upload_under_way_is_left_to_the_run_that_sends_it(run, tmp_path):
     root, copies = run
-    os.remove(copies / "6" / layout.MARKER)
+    os.remove(copies / "6" / layout.SEAL_FILE)
     other = store.Store(tmp_path / "other", Checkpoint(keep=9, durable=str(copies)), print)
     assert other.find_newest() == 4 and (copies / "6" / CHUNK).exists()
     other.close()
@@ -56,7 +56,7 @@ def test_a_whole_copy_takes_the_place_of_the_damaged_newest(run, capsys, how, on
     if how == "cut":
         os.truncate(root / "6" / CHUNK, 10)
     else:
-        os.remove(root / "6" / layout.MARKER)
+        os.remove(root / "6" / layout.SEAL_FILE)
     damaged = content(root / "6")
     assert start(root, copies, on_corrupt=on_corrupt) == (6, [])
     assert content(root / "6") == whole

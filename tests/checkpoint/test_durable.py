@@ -98,7 +98,7 @@ def test_there_and_back(place, tmp_path):
     here.copy(5, names, vault)
     vault.complete(5, listed)
     assert (vault.steps(), vault.unfinished(), vault.read_seal(5)) == ([5], [], listed)
-    assert place.names() == sorted(f"5/{name}" for name in [*listed.files, layout.MARKER])
+    assert place.names() == sorted(f"5/{name}" for name in [*listed.files, layout.SEAL_FILE])
     victim = folder / names[-1]
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     # not copied as if it were whole
@@ -118,7 +118,7 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(vault.storage, "_unlink", dies)
     check_storage_error("cannot delete", vault.remove, 5)
-    assert gone == [f"5/{layout.MARKER}"]
+    assert gone == [f"5/{layout.SEAL_FILE}"]
     other = Vault(place.url)
     assert other.steps() == [] and other.unfinished() == [5]
     other.remove(5)
@@ -247,8 +247,8 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
     assert vault.steps() == [5, 6] and vault.verify(5) == [] and vault.verify(6) == []
 
     # Cut short, and with a damaged list.
-    place.delete(f"5/{layout.MARKER}")
-    place.put(f"6/{layout.MARKER}", b"{}")
+    place.delete(f"5/{layout.SEAL_FILE}")
+    place.put(f"6/{layout.SEAL_FILE}", b"{}")
     with monkeypatch.context() as patch:
         patch.setattr(storage, "DELAYS", ())
         patch.setattr(storage.Storage, "_write", cut_off)
@@ -362,7 +362,7 @@ def test_a_place_that_a_lost_run_has_only_marked_is_refused(run, tmp_path):
     root, copies = run
     assert start(root, copies) == (6, [])
     for step in "246":  # as a kill in the first copy leaves it
-        os.remove(copies / step / layout.MARKER)
+        os.remove(copies / step / layout.SEAL_FILE)
     new = tmp_path / "new" / "checkpoints"
     check_refused("place of run .* has no complete copy there; delete that", start, new, copies)
     assert start(root, copies) == (6, [])

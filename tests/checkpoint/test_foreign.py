@@ -311,7 +311,7 @@ def test_weights_of_other_shapes_are_refused(workdir):
 def test_a_step_without_its_list_is_not_taken_for_orbax_s(tmp_path, named):
     """It was read without checksums: an upload under way, or a damaged step."""
     root = train(tmp_path / "run", 1, 2)
-    (root / "2" / layout.MARKER).unlink()
+    (root / "2" / layout.SEAL_FILE).unlink()
     if not named:
         (root / seal.RUN).unlink()
     assert open_source(root).step == 1
@@ -409,7 +409,7 @@ def test_each_flipped_bit_is_found(tmp_path):
     with zj.checkpoint.Handler.context():
         ocp.save(tmp_path / "2", state(2))
         listed, generator = Vault(tmp_path).read_seal(2).files, random.Random(0)
-        for name in [layout.MARKER, *(name for name in listed if layout.array_of_file(name))]:
+        for name in [layout.SEAL_FILE, *(name for name in listed if layout.array_of_file(name))]:
             file = tmp_path / "2" / name
             content = file.read_bytes()
             at = generator.randrange(8 * len(content))

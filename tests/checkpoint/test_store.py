@@ -128,7 +128,7 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
     assert len(sums) == -(-total // chunk)
     frame = layout.metadata_files(tuple(writers.arrays.values()), {})
     sums |= writing.write_files(tmp_path / "1", frame)
-    writing.write_files(tmp_path / "1", {layout.MARKER: seal.Seal(sums, 1).to_bytes()})
+    writing.write_files(tmp_path / "1", {layout.SEAL_FILE: seal.Seal(sums, 1).to_bytes()})
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
     one = jax.ShapeDtypeStruct(
         whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -121,7 +121,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     save_tree(checkpoints, 5, state, meta | {"step": 5})
     checkpoints.close()
     newest = workdir / "checkpoints" / "5"
-    LISTS[how](newest, newest / layout.MARKER)
+    LISTS[how](newest, newest / layout.SEAL_FILE)
     before = tree(tmp_path)
     ended = {"generate": called(generate, f"--model={workdir}")}
     for name, options in {

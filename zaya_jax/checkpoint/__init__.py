@@ -2,7 +2,7 @@
 
     layout      the files: arrays, their chunks, the small ones
     boxes       which device holds which part of an array, and which process writes it
-    seal        the list of the files with their checksums, which makes a checkpoint whole
+    seal        the list of the files with their checksums; with its seal a checkpoint is complete
     writing     threads that write the files, and the rename that completes them
     reading     chunks, verified, onto the devices
     folders     the names of a run's folders: only STEP is a checkpoint

@@ -1,6 +1,6 @@
 """The folders of a run's checkpoints, by their names: only `STEP` is a checkpoint.
 
-STEP                  a checkpoint, complete: it gets this name with its list in it
+STEP                  a checkpoint, complete: it gets this name with its seal in it
 .saving-STEP          one being written
 .deleting-STEP        one being deleted
 .damaged-STEP         a damaged one, kept for inspection
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from zaya_jax.checkpoint.layout import MARKER
+from zaya_jax.checkpoint.layout import SEAL_FILE
 from zaya_jax.checkpoint.seal import RUN, Seal
 from zaya_jax.checkpoint.writing import write_files
 from zaya_jax.config import files
@@ -25,7 +25,7 @@ SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stal
 
 def steps_in(root: Path) -> list[int]:
     """The complete checkpoints of a folder, oldest first."""
-    return [step for step in numbered(root) if (root / str(step) / MARKER).is_file()]
+    return [step for step in numbered(root) if (root / str(step) / SEAL_FILE).is_file()]
 
 
 def numbered(root: Path) -> list[int]:
@@ -41,15 +41,15 @@ def steps_of(names: Iterable[str]) -> list[int]:
 
 
 def commit(folder: Path, target: Path, listed: Seal) -> None:
-    """Gives a written folder its list and its final name; when this returns, it outlives a power
+    """Gives a written folder its seal and its final name; when this returns, it outlives a power
     cut.
 
     Called again after an error it is content with what the first call renamed.
     """
     content = listed.to_bytes()
-    write_files(folder, {MARKER: content})
+    write_files(folder, {SEAL_FILE: content})
     sync_folders(folder, listed)
-    if (target / MARKER).is_file() and (target / MARKER).read_bytes() == content:
+    if (target / SEAL_FILE).is_file() and (target / SEAL_FILE).read_bytes() == content:
         shutil.rmtree(folder)
     else:
         folder.rename(target)

@@ -136,7 +136,7 @@ def _snapshot(tree: Any) -> _Snapshot:
 
 
 def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) -> str | None:
-    """Writes this process's chunks, and in process 0 the list when all have; an error of any
+    """Writes this process's chunks, and in process 0 the seal when all have; an error of any
     process, in each.
 
     `folder` is the state's, which has a passing name while Orbax saves. The snapshot is an error if
@@ -157,16 +157,16 @@ def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) ->
             sums |= writing.write_files(folder, in_state, _IN_STATE)
         return sums
 
-    def write_list(sums_by_process: list[Sums]) -> None:
+    def write_seal(sums_by_process: list[Sums]) -> None:
         sums = {name: entry for part in sums_by_process for name, entry in part.items()}
         for below in {(folder / name.removeprefix(_IN_STATE)).parent for name in sums}:
             folders.sync_folder(below)
         number = next(iter(folders.steps_of([step])), 0)
-        writing.write_files(folder.parent, {layout.MARKER: Seal(sums, number).to_bytes()})
+        writing.write_files(folder.parent, {layout.SEAL_FILE: Seal(sums, number).to_bytes()})
         folders.sync_folder(folder.parent)
 
     name = f"save {folder.parent.parent / step}"
-    return writing.run_in_all_then_zero(name, write, write_list)
+    return writing.run_in_all_then_zero(name, write, write_seal)
 
 
 def _local(folder: Any) -> Path:
@@ -180,12 +180,12 @@ def _local(folder: Any) -> Path:
 
 
 def _source(directory: Any) -> SealedSource:
-    """The checkpoint around a state's folder; StorageError if it has no list of its files, or
+    """The checkpoint around a state's folder; StorageError if it has no seal, or
     another step's."""
     folder = _local(directory).parent
-    if not (folder / layout.MARKER).is_file():
+    if not (folder / layout.SEAL_FILE).is_file():
         raise StorageError(
-            f"{folder} has no {layout.MARKER}: load checkpoints that Orbax saved on its own outside"
+            f"{folder} has no {layout.SEAL_FILE}: load checkpoints that Orbax saved on its own outside"
             " Handler.context()"
         )
     source = SealedSource(folder)

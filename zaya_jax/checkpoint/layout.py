@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 CHUNK_BYTES = 32 << 20
 # arrays are cut over replicas, and layers into chunks of their own, down to this size
 PART_BYTES = 4 << 20
-MARKER = "checksums.json"  # the file of the seal (`seal`)
+SEAL_FILE = "checksums.json"
 # Orbax's own marker, where folders cannot be renamed
 COMMITTED, DONE = ("commit_success.txt", b"done\n")
 META = "meta/data.json"
@@ -242,7 +242,7 @@ def cut_replicas(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) ->
 
 
 def metadata_files(arrays: tuple[StoredArray, ...], meta: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a checkpoint other than its chunks and the marker.
+    """The files of a checkpoint other than its chunks and the seal.
 
     Arrays are declared as NumPy's, so that Orbax can load them without being given devices.
     """

@@ -43,13 +43,13 @@ def orbax_folder(location: str | Path, step: int | None = None) -> Path | None:
     location, step = split_step(location, step)
     folder = Path(location).absolute()
     if (folder / RUN).exists() or (folder.parent / RUN).exists():
-        return None  # the newest step may lack its list: while it is sent, or since it is damaged
+        return None  # the newest step may lack its seal: while it is sent, or since it is damaged
     steps = folders.numbered(folder)
-    if any((folder / str(number) / layout.MARKER).exists() for number in steps):
+    if any((folder / str(number) / layout.SEAL_FILE).exists() for number in steps):
         return None
     if steps and not any((folder / name).exists() for name in ORBAX_FILES):
         folder /= str(max(steps) if step is None else step)
-    if (folder / layout.MARKER).exists():
+    if (folder / layout.SEAL_FILE).exists():
         return None
     is_orbax = any((folder / name).is_file() for name in ORBAX_FILES)
     return folder if is_orbax or any(folder.glob("*.safetensors")) else None

@@ -1,10 +1,10 @@
-"""Lists a checkpoint's files with their checksums, its step and its run; with this list the
-checkpoint is complete.
+"""Lists a checkpoint's files with their checksums, its step and its run. This list is the
+checkpoint's seal: it is written last, and with it the checkpoint is complete.
 
     checksums.json    {"format": 3, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
 A chunk ends in its own crc32c, a tail of four bytes. The CRC of data followed by its own CRC is a
-constant, so the list has the CRC of the data alone, and the tail must match it. A chunk swapped in
+constant, so the seal has the CRC of the data alone, and the tail must match it. A chunk swapped in
 from another array, step or run is therefore detected.
 """
 
@@ -51,7 +51,7 @@ class Seal:
 
 
 def parse(content: bytes) -> Seal:
-    """A seal from its file's content; ValueError if a byte has changed, or it is no list of files,
+    """A seal from its file's content; ValueError if a byte has changed, or it is no seal,
     UserError if it is one of another version, which is no damage."""
     fields = without_checksum(content)
     if fields.get("format") != FORMAT:

@@ -131,7 +131,7 @@ class SealedSource(ArraySource):
         self.name = f"step {self.step} of {location}"
 
     def _read_seal(self) -> Seal:
-        """Its list; StorageError with a way out if that is damaged."""
+        """Its seal; StorageError with a way out if that is damaged."""
         try:
             return self._vault.read_seal(self._step_name)
         except FileError as error:
@@ -161,7 +161,7 @@ class SealedSource(ArraySource):
         return {array.name: array for array in for_each(describe, described)}
 
     def read_chunk(self, array: StoredArray, index: tuple[int, ...]) -> np.ndarray:
-        """One chunk, verified against the listed checksum (which also rules out a swapped
+        """One chunk, verified against the seal's checksum (which also rules out a swapped
         chunk)."""
         content = self._vault.read_checked(self._step_name, array.file(index), self.files)
         numbers = np.frombuffer(content, np.uint8, array.chunk_bytes)
@@ -175,13 +175,13 @@ def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Pa
       under way;
     - the folder of one checkpoint;
     - a workdir; by default its highest-numbered step, as for a run that resumes. Folders are
-      renamed into place with their list inside, so one without a list is damaged; silently using an
+      renamed into place with their seal inside, so one without a seal is damaged; silently using an
       older step would load a different model.
     """
     if vault := vault_at(location):
         return vault, choose_step(location, vault.steps(), step), None
     folder = Path(location).absolute()
-    if (folder / layout.MARKER).is_file():
+    if (folder / layout.SEAL_FILE).is_file():
         vault = Vault(folder.parent)
         numbers = folders.steps_of([folder.name])
         return vault, numbers[0] if numbers and vault.owner() else folder.name, None

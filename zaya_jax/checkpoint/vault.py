@@ -4,7 +4,7 @@
     for damage in vault.verify(step):         every file against the sizes and checksums taken while writing
         print(damage)                         state/params.w/c.0 (array params.w) is changed: crc32c ...
     vault.copy(step, names, other)            files of a step to another vault, checked on the way
-    other.complete(step, vault.read_seal(step))    its list, last: before this the step does not exist there
+    other.complete(step, vault.read_seal(step))    its seal, last: before this the step does not exist there
 
 Files lie at URL/STEP/NAME. Object stores cannot rename, so `checksums.json` makes a step complete;
 deleting takes it away first. Orbax has a file for the same purpose, `commit_success.txt`, which
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.checkpoint import folders, layout, seal, writing
-from zaya_jax.checkpoint.layout import COMMITTED, DONE, MARKER, META
+from zaya_jax.checkpoint.layout import COMMITTED, DONE, META, SEAL_FILE
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.storage import FileError, Storage, for_each
 from zaya_jax.cluster import multihost
@@ -46,7 +46,7 @@ class Damage:
 
 
 class FileDifferences(NamedTuple):
-    """How the files that lie there differ from a list."""
+    """How the files that lie there differ from a seal's list."""
 
     lacking: list[str]  # missing, or of another size
     unlisted: list[str]
@@ -74,8 +74,8 @@ class Vault:
         return sorted({*self.numbered()} - {*self.steps()})
 
     def is_complete(self, step: int) -> bool:
-        """Whether it has this step, with its list."""
-        return self.storage.exists(f"{step}/{MARKER}")
+        """Whether it has this step, with its seal."""
+        return self.storage.exists(f"{step}/{SEAL_FILE}")
 
     def owner(self) -> str:
         """The name of the run whose checkpoints these are; "" before the first one."""
@@ -90,7 +90,7 @@ class Vault:
     # ##############################################################################################
 
     def read_seal(self, step: StepName) -> Seal:
-        """A step's list; FileError if it is damaged or belongs to another step or run, UserError
+        """A step's seal; FileError if it is damaged or belongs to another step or run, UserError
         if it is of another version's format."""
         result = self._seal_or_damage(step)
         if isinstance(result, Damage):
@@ -99,16 +99,16 @@ class Vault:
 
     def _seal_or_damage(self, step: StepName) -> Seal | Damage:
         try:
-            listed = seal.parse(self.read(step, MARKER))
+            listed = seal.parse(self.read(step, SEAL_FILE))
         except UserError as error:
             raise UserError(f"{self.url}/{step} {error}") from None
         except ValueError as error:
-            return Damage(MARKER, str(error))
+            return Damage(SEAL_FILE, str(error))
         except FileError as error:
-            return Damage(MARKER, _describe(error))
+            return Damage(SEAL_FILE, _describe(error))
         number = step if isinstance(step, int) else None
         mismatch = listed.mismatch(number, self.owner())
-        return Damage(MARKER, mismatch) if mismatch else listed
+        return Damage(SEAL_FILE, mismatch) if mismatch else listed
 
     def read(self, step: StepName, name: str) -> bytes:
         """One file."""
@@ -175,7 +175,7 @@ class Vault:
         return damages
 
     def has_copy_of(self, step: int, listed: Seal) -> bool:
-        """Whether it has a copy of a step with this list, all files of the right size; their
+        """Whether it has a copy of a step with this seal, all files of the right size; their
         content is checked by `verify`."""
         result = self._seal_or_damage(step)
         if isinstance(result, Damage) or result.files != listed.files:
@@ -185,7 +185,7 @@ class Vault:
     def _differences(self, step: StepName, listed: Seal) -> FileDifferences:
         sizes = self.storage.sizes(str(step))
         lacking = [name for name, entry in listed.files.items() if sizes.get(name) != entry[0]]
-        return FileDifferences(lacking, sorted(sizes.keys() - {MARKER, *listed.files}))
+        return FileDifferences(lacking, sorted(sizes.keys() - {SEAL_FILE, *listed.files}))
 
     # #############################################################################################
     # Writing
@@ -215,14 +215,14 @@ class Vault:
         self._delete(step, differences.unlisted)
         if COMMITTED in listed.files:
             self.storage.put(f"{step}/{COMMITTED}", DONE)
-        if self.storage.folder:  # the list must not outlive a power cut that its files do not
+        if self.storage.folder:  # the seal must not outlive a power cut that its files do not
             folders.sync_folders(self.storage.folder / str(step), listed)
-        self.storage.put(f"{step}/{MARKER}", listed.to_bytes())
+        self.storage.put(f"{step}/{SEAL_FILE}", listed.to_bytes())
 
     def remove(self, step: int) -> None:
-        """Deletes a step, its list first, so that half a step never counts."""
-        # One after the other: a kill between them must not leave our list without Orbax's marker.
-        self._delete(step, [MARKER])
+        """Deletes a step, its seal first, so that half a step never counts."""
+        # One after the other: a kill between them must not leave our seal without Orbax's marker.
+        self._delete(step, [SEAL_FILE])
         self._delete(step, [COMMITTED])
         self.storage.delete_below(str(step))
 

@@ -5,7 +5,7 @@ Every byte of a checkpoint goes through `write_file`. A save goes:
     write_parts               each process: its parts of the arrays, as chunks (`boxes` says which)
     write_files               process 0: the small files
     run_in_all_then_zero      collects all processes' sums, or an error, in process 0, which then
-    folders.commit            writes the list of all files and renames the folder
+    folders.commit            writes the seal, the list of all files, and renames the folder
 """
 
 import concurrent.futures

@@ -148,7 +148,7 @@ class Durable:
         return multihost.broadcast_from_zero("missing", compare)
 
     def _listed(self, step: int) -> Seal:
-        """A step's list; that of its copy, if the one here is damaged."""
+        """A step's seal; that of its copy, if the one here is damaged."""
         try:
             return self._here.read_seal(step)
         except (StorageError, UserError) as error:
@@ -312,7 +312,7 @@ class Durable:
             if damages:
                 raise FileError(damages[0])
             listed = self.vault.read_seal(step)
-            # Named before: a step's list and the folder's name must agree.
+            # Named before: a step's seal and the folder's name must agree.
             folders.name_run(self._root, self.vault.owner())
             if renamed := folders.rename_damaged(self._root, step):  # only now that another is here
                 self._say(f"WARNING: the damaged step {step} is kept as {renamed}")

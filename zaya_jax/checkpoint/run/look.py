@@ -41,7 +41,7 @@ class Summary:
 def summarise(workdir: str | Path, step: int | None) -> Summary:
     """One step, by default the newest; StorageError if its small files are damaged."""
     source = SealedSource(workdir, step)
-    marker = Path(workdir) / "checkpoints" / str(source.step) / layout.MARKER
+    marker = Path(workdir) / "checkpoints" / str(source.step) / layout.SEAL_FILE
     return Summary(
         step=source.step,
         meta=source.meta(),

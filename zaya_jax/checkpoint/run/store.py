@@ -313,8 +313,8 @@ class Store:
     def _newest_whole(self, there: list[int]) -> int | None:
         """The newest step that is whole here, or whose copy is; those before which it stops are set
         aside."""
-        # A folder that has a step's name and no list is a damaged one: it got its name with the
-        # list in it.
+        # A folder that has a step's name and no seal is a damaged one: it got its name with the
+        # seal in it.
         here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
         steps = sorted({*here, *there}, reverse=True)
         for step in steps:
