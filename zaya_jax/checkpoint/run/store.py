@@ -41,7 +41,7 @@ from zaya_jax.config import StorageError
 
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
-# Of each folder the store with which this process began a run there last.
+# By folder: the store with which this process last began a run there.
 _begun: dict[Path, "Store"] = {}
 
 
@@ -69,10 +69,10 @@ class Store:
         self._failures = 0  # saves in a row
         self._last_error = ""
         self._writers: tuple[Locations, Writers] | None = None
-        # Seconds, carried to the record of the call that ends what they are a part of:
-        self._asked_at = 0.0  # by wait_for_room to save
-        self._verify_seconds = 0.0  # by find_newest to restore
-        self._stage_seconds: dict[str, float] = {}  # by the last save to figures
+        # What one call measures and a later one records:
+        self._asked_at = 0.0  # wait_for_room, for save
+        self._verify_seconds = 0.0  # find_newest, for restore
+        self._stage_seconds: dict[str, float] = {}  # the last save, for figures
 
     # #############################################################################################
     # Saving
@@ -211,11 +211,11 @@ class Store:
                 files = layout.metadata_files(tuple(writers.arrays.values()), meta)
                 sums |= writing.write_files(folder, files)
             nonlocal written_at
-            written_at = time.perf_counter()
+            written_at = time.perf_counter()  # from here on "commit", which waits for all others
             return [sums, timer.seconds(), writers.bytes.get(me, 0)]
 
         def commit(results: list) -> None:
-            sums = {name: entry for part in results for name, entry in part[0].items()}
+            sums = {name: entry for of_one, _, _ in results for name, entry in of_one.items()}
             run = folders.run_of(self.root) or None
             folders.commit(folder, self.root / str(step), Seal(sums, step, run))
             seconds = {"commit": time.perf_counter() - written_at}
@@ -227,6 +227,7 @@ class Store:
             self._report_failure(step, error)
             return error
         if me == 0:
+            # Before the new step is copied: after that the copies of deleted steps are deleted.
             try:
                 self._delete_old()
             except Exception as failure:  # the step is saved, whatever becomes of older ones
@@ -259,8 +260,9 @@ class Store:
 
         Checkpoints of a branch that the run's decisions have abandoned are set aside first. Damage
         is StorageError, or with on_corrupt = "previous" the damaged one is set aside for the one
-        before. If an error ended a run of this process during a save, that is waited for: it
-        would be taken for one that a kill left half-written.
+        before. An error may have ended an earlier run of this process here while a save was under
+        way. This save is waited for: its folder would be deleted as one that a kill left
+        half-written.
         """
         if self.root in _begun:
             _begun[self.root].wait_for_save()
@@ -272,16 +274,18 @@ class Store:
         return newest
 
     def _prepare(self, decisions: Decisions) -> list[int]:
-        """Cleans workdir/checkpoints and the durable place; returns the complete steps there.
+        """Cleans workdir/checkpoints and the durable place; returns the complete steps of the
+        latter. In process 0.
 
-        All that can be refused is refused before anything is deleted. Copies go before the steps
-        here: otherwise a kill between them would have the next start fetch them.
+        All that can be refused is refused before any checkpoint is deleted or renamed. The steps
+        here are therefore renamed last: the durable place may refuse this run, or not answer.
         """
         self._tidy()
         file = self.root.parent / retention.DECISIONS_FILE
         stale = retention.find_stale(Vault(self.root), decisions, file)
         there = []
         if self.durable:
+            # Without a step here any run's copies will do: the run takes the name of their place, too.
             run = folders.run_of(self.root) if self.steps() else ""
             local_steps = [step for step in self.steps() if step not in stale]
             there = self.durable.find_steps(run, local_steps, decisions, file, self._check_meta)
@@ -298,11 +302,12 @@ class Store:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             folders.remove_unfinished(self.root)
-            # of a new run, or lost: then its newest checkpoint has it
             if not folders.run_of(self.root):
+                # A new run has no name yet. One that has lost it has it in its newest seal.
                 run = ""
-                with contextlib.suppress(StorageError, ValueError):
-                    run = Vault(self.root).read_seal(max(self.steps())).run or ""
+                if steps := self.steps():
+                    with contextlib.suppress(StorageError):
+                        run = Vault(self.root).read_seal(steps[-1]).run or ""
                 folders.name_run(self.root, run)
         except OSError as error:
             raise StorageError(
@@ -311,8 +316,8 @@ class Store:
             ) from None
 
     def _newest_whole(self, there: list[int]) -> int | None:
-        """The newest step that is whole here, or whose copy is; those before which it stops are set
-        aside."""
+        """The newest step that is whole, here or as a copy, which is fetched. Newer ones, which are
+        damaged, are set aside, or end the start."""
         # A folder that has a step's name and no seal is a damaged one: it got its name with the
         # seal in it.
         here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
@@ -320,10 +325,10 @@ class Store:
         for step in steps:
             why = self._damage(step) if step in here else f"step {step} is not here"
             if why and self.durable:
-                why = self._damage_of_copy(step, why)
+                why = self._fetch_instead(step, why)
             if not why:
                 return step
-            self._give_up(step, why, step == steps[-1])
+            self._set_aside(step, why, is_oldest=step == steps[-1])
         return None
 
     def _damage(self, step: int) -> str:
@@ -335,18 +340,19 @@ class Store:
             return ""
         return f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
 
-    def _damage_of_copy(self, step: int, why: str) -> str:
-        """Has a copy take the place of a step; the same if that was possible, after `why` if not."""
+    def _fetch_instead(self, step: int, why: str) -> str:
+        """Has a copy replace a step that, for the reason `why`, cannot be used; returns what is wrong
+        then, "" if the step is whole."""
         assert self.durable
         error = self.durable.fetch(step, why)
         return f"{why}; its copy: {error}" if error else self._damage(step)
 
-    def _give_up(self, step: int, why: str, is_last: bool) -> None:
-        """Puts a damaged step aside for the one before; StorageError if there is none, or the
-        config says stop."""
-        if self.keys.on_corrupt == "stop" or is_last:
+    def _set_aside(self, step: int, why: str, is_oldest: bool) -> None:
+        """Renames a damaged step, so that the one before is next; StorageError if it is the oldest,
+        or the config says stop."""
+        if self.keys.on_corrupt == "stop" or is_oldest:
             way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
-            if is_last:
+            if is_oldest:
                 way_out = "there is none before it: restore it, or give a new workdir"
             raise StorageError(
                 f"{why}. `python -m experiments.checkpoint verify --workdir={self.root.parent}`"
