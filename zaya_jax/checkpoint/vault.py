@@ -195,7 +195,8 @@ class Vault:
         """Copies files of a step, checked on the way, to another vault, and there below another
         name if it is given."""
         sums = self.read_seal(step).files
-        names = [name for name in names if to or name != COMMITTED]  # `complete` writes that one
+        # With this file Orbax takes a step for complete: in its own folder `complete` writes it.
+        names = [name for name in names if to or name != COMMITTED]
 
         def copy_file(name: str) -> None:
             target.storage.put(f"{to or step}/{name}", self.read_checked(step, name, sums))

@@ -193,8 +193,9 @@ def run_in_all_then_zero(
     """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in
     every process.
 
-    `end` gets the results of `work` in all processes (JSON). A failure deletes `folder`, in which
-    they worked, before any process returns: the next attempt writes there again.
+    By `name` the processes find each other (`multihost`): each thread has its own. `end` gets the
+    results of `work` in all processes (JSON). A failure deletes `folder`, in which they worked,
+    before any process returns: the next attempt writes there again.
     """
 
     def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:

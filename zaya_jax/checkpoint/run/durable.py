@@ -52,7 +52,8 @@ class Durable:
         self._waiting: set[int] = set()
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
         self._copying: int | None = None
-        self._obsolete: list[int] = []  # steps that were deleted here: their copies are to go
+        # Steps deleted by this start, whose copies go after the next copy; a kill forgets them.
+        self._obsolete: list[int] = []
         self._choice = threading.Lock()  # a step is either copied or deleted
 
     # #############################################################################################
@@ -60,8 +61,8 @@ class Durable:
     # ##############################################################################################
 
     def enqueue(self, steps: list[int]) -> None:
-        """Has steps copied. All processes call it at the same points, since each must have as many
-        jobs: one for a step."""
+        """Has steps copied. All processes call it at the same points: they run each job together,
+        so each must have as many, one for a step."""
         self._waiting |= {*steps}
         for job in [job for job in self._jobs if job.done()]:
             self._jobs.remove(job)
@@ -74,8 +75,8 @@ class Durable:
         self.enqueue(steps)
 
     def delete_here(self, step: int) -> None:
-        """Deletes a step here, unless it is being copied; its copy goes with the next that is
-        made."""
+        """Deletes a step here, and its copy once the next is made. A step that is being copied is
+        left to the deletions after a later save."""
         with self._choice:
             if step != self._copying:
                 folders.remove(self._root, step)
@@ -129,11 +130,10 @@ class Durable:
     def _choose(self) -> int | None:
         """The newest step that waits."""
         with self._choice:
-            # Copied before the look at the folder: another thread adds the step that it has just
-            # saved.
+            # First the set, then the folder: otherwise a step that another thread saves and adds in
+            # between would be taken for one that is gone.
             waiting = set(self._waiting)
-            # The rules delete some before their turn comes.
-            here = set(folders.numbered(self._root))
+            here = set(folders.numbered(self._root))  # without those that the rules have deleted
             self._copying = max(waiting & here, default=None)
             self._waiting -= (waiting - here) | {self._copying}
             return self._copying
@@ -148,7 +148,8 @@ class Durable:
         return multihost.broadcast_from_zero("missing", compare)
 
     def _listed(self, step: int) -> Seal:
-        """A step's seal; that of its copy, if the one here is damaged."""
+        """A step's seal; that of its copy, if the one here is damaged: then a whole copy stays as
+        it is."""
         try:
             return self._here.read_seal(step)
         except (StorageError, UserError) as error:
@@ -169,8 +170,8 @@ class Durable:
             self.vault.storage.put(RUN, run.encode())
 
     def _decide(self, step: int) -> list:
-        """What to do about the copy of a step, "skip", "send" or "replace" a complete one, and any
-        error."""
+        """[action, error]: "skip" a step that is copied or gone, or has an error; "send" it; or
+        "replace" a complete copy that differs."""
         if not (self._root / str(step)).exists():
             return ["skip", None]
         try:
@@ -192,7 +193,10 @@ class Durable:
             damages = self._here.verify_together(step, "before a copy is replaced")
             if damages:
                 return f"{self._root / str(step)} is damaged: {damages[0]}"
-            remove = lambda _: self.vault.remove(step)  # noqa: E731
+
+            def remove(_: list) -> None:
+                self.vault.remove(step)
+
             if error := run_in_all_then_zero("replaced", lambda: None, remove):
                 return error
 
@@ -229,7 +233,8 @@ class Durable:
         decisions_file: Path,
         check_meta: CheckMeta | None,
     ) -> list[int]:
-        """The complete steps there, of which stale ones are deleted before. In process 0.
+        """Deletes stale steps and broken uploads there; returns the complete steps that are left.
+        In process 0.
 
         `run` is "" for a run that has no checkpoint yet. If a step is here, a place that does
         not answer is skipped: it ends no run, so it ends no restart.
@@ -259,8 +264,8 @@ class Durable:
             return []
 
     def _require_own(self, run: str) -> None:
-        """UserError if the place is another run's, or holds steps and no name: it bears its name
-        from before the first copy on."""
+        """UserError if the place is another run's, or holds steps and no name: a place gets its
+        run's name before its first copy."""
         owner = self.vault.owner()
         if not owner and (numbered := self.vault.numbered()):
             raise UserError(
@@ -292,14 +297,15 @@ class Durable:
                 pass  # damage is found when it is fetched
 
     def fetch(self, step: int, why: str) -> str | None:
-        """Makes a copy a step of workdir/checkpoints, in the place of a damaged one, which is set
-        aside; returns the copy's damage, if any. StorageError, which begins with `why` it is needed,
-        if it cannot be fetched now: it may be whole."""
+        """Makes a copy a step of workdir/checkpoints; a damaged step there is set aside. Returns the
+        copy's damage, if any. StorageError for a copy that cannot be fetched now, but may be whole;
+        it begins with `why` the copy is needed."""
         if error := multihost.broadcast_from_zero("compared", lambda: self._unreachable):
             raise self._not_now(why, error)
         folder = self._root / f"{folders.SAVING}{step}"
+        damages: list[str] = []  # of all processes, in process 0
 
-        def fetch_files() -> str | None:
+        def fetch_files() -> str | None:  # damage is returned: from an error only its text remains
             try:
                 names = my_files(self.vault.read_seal(step).files)
                 self.vault.copy(step, names, self._here, folder.name)
@@ -316,10 +322,9 @@ class Durable:
             folders.name_run(self._root, self.vault.owner())
             if renamed := folders.rename_damaged(self._root, step):  # only now that another is here
                 self._say(f"WARNING: the damaged step {step} is kept as {renamed}")
-            folders.commit(folder, self._root / str(step), Seal(listed.files, step, listed.run))
+            folders.commit(folder, self._root / str(step), listed)
             self._say(f"step {step} was fetched from {self.vault.url}")
 
-        damages: list[str] = []  # in process 0
         error = run_in_all_then_zero("fetched", fetch_files, commit, folder)
         if error and not multihost.broadcast_from_zero("damages", lambda: bool(damages)):
             raise self._not_now(why, error)
