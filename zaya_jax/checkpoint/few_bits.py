@@ -31,7 +31,8 @@ class FewBits(ArraySource):
         self._axes = quantized.input_axes(form)
         # the weight of each array that is not the base's
         self._weights = {name: weight for weight in self._axes for name in _names(weight)}
-        # of layers whose codes were read, since codes come first
+        # By weight and layer: a layer is encoded when its codes are read, and its scale, which is
+        # read after all codes, is kept for then.
         self._scales: dict[tuple[str, int], np.ndarray] = {}
         self._lock = threading.Lock()
 

@@ -44,11 +44,12 @@ def commit(folder: Path, target: Path, listed: Seal) -> None:
     """Gives a written folder its seal and its final name; when this returns, it outlives a power
     cut.
 
-    Called again after an error it is content with what the first call renamed.
+    An error may come after the renaming. A second attempt finds its own seal at the target then, and
+    deletes what it has written.
     """
     content = listed.to_bytes()
     write_files(folder, {SEAL_FILE: content})
-    sync_folders(folder, listed)
+    sync_folders(folder, listed)  # before the name says that all is there
     if (target / SEAL_FILE).is_file() and (target / SEAL_FILE).read_bytes() == content:
         shutil.rmtree(folder)
     else:

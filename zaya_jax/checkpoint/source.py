@@ -8,6 +8,7 @@ source.restore(like, locations)              a tree of arrays on devices (`readi
 ArraySource      what every source can do
   SealedSource   a checkpoint of this package: with checksums
   OrbaxSource    a state that plain Orbax saved
+  FewBits        another source, its experts in few bits
   MergedSource   a run's low-rank updates and their base
   Directory, InMemory (in `pytorch`)   a model directory of transformers; arrays in memory
 """
@@ -40,8 +41,7 @@ class ArraySource(abc.ABC):
 
     warning = ""  # a reservation about its numbers, said after its name
     workdir: Path | None = None  # of a run's checkpoint that was found in its folder
-    run = ""
-
+    run = ""  # the run's name, if it is known
     step = 0
 
     def __init__(self, location: str | Path):

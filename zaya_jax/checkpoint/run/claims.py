@@ -3,7 +3,7 @@ another.
 
     take(workdir, say)                  claims it for this process; UserError names the process that has it
     require_apart(own, place)           refuses places inside each other, or inside a checkpoint
-    require_new_folder(path)                    checks that it can be made
+    require_new_folder(path)            checks that it can be made
     with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it

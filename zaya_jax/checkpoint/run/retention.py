@@ -33,6 +33,7 @@ DECISIONS = "decisions"  # in a checkpoint's small file
 DECISIONS_FILE = "aegis/decisions.json"  # the run's own, in its workdir
 FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved with each checkpoint
 
+# of `guard.decisions`: each goes back to its "step", and was made after the step "at"
 Decisions = Sequence[Mapping[str, Any]]
 
 
@@ -100,8 +101,8 @@ def is_stale(step: int, num_known: int, decisions: Decisions) -> bool:
 
 
 def conflict(step: int, known: Decisions, decisions: Decisions) -> str:
-    """Why a run with these decisions cannot have saved a checkpoint that knows some; "" if it
-    can."""
+    """Why a run that made `decisions` cannot have saved a checkpoint in which `known` are stored;
+    "" if it can."""
     if known[: len(decisions)] != list(decisions[: len(known)]):
         return "has other decisions"
     if len(known) < len(decisions) and step > decisions[len(known)]["at"]:
