@@ -1,6 +1,6 @@
 """Writes a checkpoint's files with threads, and sums them on the way.
 
-Every byte of a checkpoint goes through `write_file`. A save goes:
+Every byte of a save goes through `write_file`; copies go through `storage`. A save goes:
 
     write_parts               each process: its parts of the arrays, as chunks (`boxes` says which)
     write_files               process 0: the small files
@@ -74,23 +74,24 @@ class _Assembler:
     """Puts chunks together that several devices hold parts of."""
 
     def __init__(self) -> None:
-        self.begun: dict[str, tuple[np.ndarray, int]] = {}  # and how many numbers are missing
+        # By file: the chunk so far, and how many of its numbers are missing.
+        self.begun: dict[str, tuple[np.ndarray, int]] = {}
 
     def add(
-        self, array: StoredArray, name: str, chunk_box: Box, part_box: Box, numbers: np.ndarray
+        self, array: StoredArray, file: str, chunk_box: Box, part_box: Box, numbers: np.ndarray
     ) -> np.ndarray | None:
-        """The chunk of this file's name, once it is complete."""
+        """The chunk of a file, once all its parts were given; None before."""
         if numbers.shape == array.chunk:
             return numbers
-        if name in self.begun:
-            chunk, missing = self.begun.pop(name)
+        if file in self.begun:
+            chunk, missing = self.begun.pop(file)
         else:
             chunk = np.zeros(array.chunk, array.dtype)
             missing = layout.volume(chunk_box)
         chunk[layout.within(part_box, chunk_box)] = numbers
         if missing == numbers.size:
             return chunk
-        self.begun[name] = chunk, missing - numbers.size
+        self.begun[file] = chunk, missing - numbers.size
         return None
 
 
@@ -120,21 +121,21 @@ def write_parts(
             (folder / array.folder.removeprefix(prefix)).mkdir(parents=True, exist_ok=True)
             numbers = part.view(device_part)
             for index, chunk_box in array.chunks_overlapping(part.box):
-                name = array.file(index)
+                file = array.file(index)
                 inside = layout.overlap(chunk_box, part.box)
                 piece = numbers[layout.within(inside, part.box)]
-                chunk = assembler.add(array, name, chunk_box, inside, piece)
+                chunk = assembler.add(array, file, chunk_box, inside, piece)
                 if chunk is not None:
-                    path = folder / name.removeprefix(prefix)
-                    waiting.append((name, pool.submit(write_chunk, path, chunk, timer)))
+                    path = folder / file.removeprefix(prefix)
+                    waiting.append((file, pool.submit(write_chunk, path, chunk, timer)))
             # Otherwise a fast device would fill the host's memory with chunks that a slow disk has
             # yet to take.
             while len(waiting) > 4 * THREADS:
                 collect_first()
 
     def collect_first() -> None:
-        name, entry = waiting.popleft()
-        sums[name] = entry.result()
+        file, entry = waiting.popleft()
+        sums[file] = entry.result()
 
     def fetched(leaf: str, device: jax.Device) -> np.ndarray:
         with timer.stage("copy"):
