@@ -113,9 +113,9 @@ def test_a_node_speaks_for_its_own_processes_alone(leader):
 
 
 @pytest.mark.parametrize("end", ["exit", "loss", "hang", "finding"])
-def test_the_last_save_before_an_end_counts(leader, tmp_path, end):
-    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "10" / "checksums.json").touch()
+def test_the_last_save_of_a_start_counts(leader, tmp_path, end):
+    """It may be complete after the first process has ended, but before the last."""
+    leader.decider._failures = 3
     broken = Finding(**(FINDING | {"action": "restart"}))
     leader.take(
         {
@@ -126,7 +126,13 @@ def test_the_last_save_before_an_end_counts(leader, tmp_path, end):
         }[end],
         1.0,
     )
-    assert leader.decider.state != "running" and leader.decider.newest_checkpoint == 10
+    assert leader.decider.state != "running"
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "10" / "checksums.json").touch()
+    for node in (1, 0):
+        leader.receive(node, ["ready", 4000 + node], 3.0)
+    assert leader.decider.newest_checkpoint == 10
+    assert leader.decider._failures == (end != "exit")  # since it; asked for is no failure
 
 
 def test_progress_is_looked_for_now_and_then_and_a_disk_that_hangs_is_asked_once(

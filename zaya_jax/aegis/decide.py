@@ -141,6 +141,11 @@ class Decider:
         slot = process // self.rules.processes
         return self.nodes[slot] if 0 <= slot < len(self.nodes) else -1
 
+    def ends_with(self, node: int = -1) -> bool:
+        """Whether nothing of a start is left, or only what is on this node."""
+        left = {*self.nodes} - self._idle - self._lost
+        return self.state in (*LIVE, RunState.KILLING) and left <= {node}
+
     def gives_up(self, node: int, silent: float) -> bool:
         """Whether an agent that has been silent for so long is lost before its time: only while the
         run waits for its answer, and if a start can do without it. A node without a spare may come
@@ -252,7 +257,7 @@ class Decider:
 
     def _checkpoint_seen(self, step: int) -> None:
         self.newest_checkpoint = step
-        if step > self._progress and self.state in (RunState.RUNNING, RunState.ENDING):
+        if step > self._progress and self.state in (*LIVE, RunState.KILLING):
             self._progress, self._saved = step, True
             self._failures = 0
             self._faults_of_nodes.clear()
@@ -325,7 +330,7 @@ class Decider:
     def _check_deadline(self) -> None:
         late = self._now >= self._deadline
         if self.state in (*LIVE, RunState.KILLING):
-            if all(node in self._idle or node in self._lost for node in self.nodes):
+            if self.ends_with():
                 self._conclude()
             elif late and self.state != RunState.RUNNING:  # training has no deadline
                 self._overdue()

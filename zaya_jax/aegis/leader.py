@@ -193,8 +193,9 @@ class Leader:
 
     def take(self, fact: facts.Fact, now: float) -> None:
         """Has `decide` take a fact, and carries out its actions."""
-        if self.decider.state == RunState.RUNNING and _may_end(fact):
-            self._look_for_checkpoint(1, now)  # progress counts before an end is judged
+        # Progress counts before an end is judged.
+        if isinstance(fact, facts.Ready | facts.AgentLost) and self.decider.ends_with(fact.node):
+            self._look_for_checkpoint(1, now)
         actions = self.decider.take(fact, now)
         starts = any(isinstance(action, facts.Start) for action in actions)
         # Before the actions, since a start opens a ledger of its own.
@@ -268,13 +269,6 @@ class Leader:
         self._looked_at = now if leaving.within(seconds, look) else math.inf
         if newest:
             self.take(facts.CheckpointSeen(newest[0]), now)
-
-
-def _may_end(fact: facts.Fact) -> bool:
-    """Whether a start may come to its end by this."""
-    if isinstance(fact, facts.Observed):
-        return fact.finding.action in ("restart", "exclude")
-    return isinstance(fact, facts.Exited | facts.AgentLost | facts.Hung)
 
 
 def _last_start(workdir: Path) -> int:
