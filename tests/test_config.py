@@ -211,7 +211,7 @@ def test_keys_are_changed_by_their_types():
         ("data.seq_len=1e3", "--config.data.seq_len=1e3: expected a whole number"),
         ("optim.lr=much", "--config.optim.lr=much: expected a number"),
         ("mesh.fsdp", "--config.mesh.fsdp: expected true or false"),
-        ("model=tiny", "--config.model=tiny: expected ConfigDict"),
+        ("model=tiny", "--config.model=tiny: expected one of its keys, --config.model.KEY=VALUE"),
     ],
 )
 def test_a_change_that_will_not_do_names_its_key(change, says):

@@ -156,7 +156,12 @@ def _change(config: ConfigDict, change: str) -> None:
         else:  # one string may stand alone: --config.kernels=none
             config[last] = (value,)
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError):  # also of a group
-        expected = {bool: "true or false", int: "a whole number", float: "a number"}
+        expected = {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            ConfigDict: f"one of its keys, --config.{key}.KEY=VALUE",
+        }
         raise UserError(f"{change}: expected {expected.get(kind, kind.__name__)}") from None
 
 
