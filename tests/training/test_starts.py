@@ -433,7 +433,7 @@ def test_a_fork_notes_other_tiles_than_its_parent_s(parent, tmp_path, capsys, mo
     for name, found, noted in (("same", {"a": 1}, False), ("others", {"a": 2}, True)):
         tiles = tiles._replace(kernels=found)
         assert fork_train(parent, tmp_path / name, **keys) == cli.DONE
-        assert ("our kernels or their tiles than until step 2" in capsys.readouterr().out) == noted
+        assert ("step 2: our kernels or their tiles: sums" in capsys.readouterr().out) == noted
 
 
 @pytest.fixture
