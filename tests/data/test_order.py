@@ -52,13 +52,13 @@ def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
     made = RowOrder(num_rows, batch, batch, 64, key=3)
     assert made.block_rows > 8 and num_rows % made.block_rows < 0.01 * num_rows
     numbers = np.arange(num_rows)
-    rows, lanes = made.rows(numbers), made.lane(numbers)
+    rows, slots = made.rows(numbers), made.slots(numbers)
     blocks, steps = rows // made.block_rows, numbers // batch
     last, held = {}, {}
-    for b, lane, step in zip(blocks.tolist(), lanes.tolist(), steps.tolist(), strict=True):
+    for b, slot, step in zip(blocks.tolist(), slots.tolist(), steps.tolist(), strict=True):
         if b < made.num_blocks:
             assert step - last.get(b, -99) >= order.VISIT_STEPS - 1
-            assert held.setdefault(b, lane) == lane
+            assert held.setdefault(b, slot) == slot
             last[b] = step
     loose = np.flatnonzero(blocks >= made.num_blocks)
     if len(loose) > 1:  # what fills no block is spread, too

@@ -9,7 +9,7 @@
     documents  `token_block.Document` of text   a text or chat → its ids, and which are predicted
     tokens     `stores.MemoryStore`             documents → one tape, in memory
                `prepared_store.PreparedStore`   prepared shards → the tape, read in bundles
-    rows       `layout.Tape`, `layout.Packed`   a row's number → the spans of the tape that it holds
+    rows       `layout.Concat`, `BestFit`       a row's number → the spans of the tape that it holds
                `order.RowOrder`                 a number in the run → a row's number
                `mix.Mixture`                    a step → the source of each row
     batches    `pipeline.Batches`               a step → arrays [rows of this process, S]

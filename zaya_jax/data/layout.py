@@ -1,5 +1,5 @@
-"""Cuts a source's tape into numbered rows: every S tokens (`Tape`), or whole documents
-(`Packed`)."""
+"""Cuts a source's tape into numbered rows, by the values of `data.packing`: every S tokens
+(`Concat`), or whole documents (`BestFit`)."""
 
 import array
 import itertools
@@ -19,8 +19,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Tape:
-    """Rows are every S tokens: concatenate-and-split. The last one may be shorter."""
+class Concat:
+    """Each S tokens of the tape are a row: concatenate-and-split. The last row may be shorter."""
 
     def __init__(self, num_tokens: int, seq_len: int) -> None:
         self._num_tokens, self._seq_len = num_tokens, seq_len
@@ -33,7 +33,7 @@ class Tape:
         return [(begin, min(begin + self._seq_len, self._num_tokens))]
 
 
-class Packed:
+class BestFit:
     """Rows are documents that `pack.pack_documents` puts together, a unit of some consecutive
     documents at a time.
 
@@ -87,7 +87,7 @@ class Packed:
         if unit + 1 < len(self._shards) and self._shards[unit + 1] == shard:
             stop = int(self._firsts[unit + 1])
         rows = pack.pack_documents(lengths[first:stop], self._seq_len)
-        # Best-fit has the longest documents first.
+        # Best-fit's first rows have the longest documents, and the rows of a unit come in turn.
         order = shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))
         rows = [rows[index] for index in order]
         first_token = int(self._store.first_token[shard] + lengths[:first].sum())
@@ -97,8 +97,8 @@ class Packed:
         return planned
 
 
-def layout_of(store: TokenStore, seq_len: int, packing: str) -> Tape | Packed:
+def layout_of(store: TokenStore, seq_len: int, packing: str) -> Concat | BestFit:
     """The rows that a source is cut into."""
     if packing == "concat":
-        return Tape(store.num_tokens, seq_len)
-    return Packed(store, seq_len)
+        return Concat(store.num_tokens, seq_len)
+    return BestFit(store, seq_len)

@@ -8,7 +8,7 @@ rows.
   *loose* ones, are spread over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; each has a *lane*. Rows go
   round the lanes, so that one batch has one row of each block, and a block's next row comes
-  `VISIT_STEPS` steps later. A step's rows lie in the batch by their lanes (`RowOrder.lane`), so a
+  `VISIT_STEPS` steps later. A step's rows lie in the batch by their lanes (`RowOrder.slots`), so a
   block stays with a batch slot or its neighbour, and is read by one process.
 - A source has at least `MIN_ROUNDS` rounds an epoch, otherwise R is smaller; small sources have
   R = 1: all rows shuffled.
@@ -113,9 +113,9 @@ class RowOrder:
         rows = block * self.block_rows + (turn.visit + turn.lane) % self.block_rows
         return np.where(is_loose, self.num_rows - self._loose + loose_before, rows)
 
-    def lane(self, numbers: np.ndarray) -> np.ndarray:
-        """The slots, below `usual_rows`, that the blocks of the rows that come as these numbers have
-        among the source's rows of a batch."""
+    def slots(self, numbers: np.ndarray) -> np.ndarray:
+        """Where the rows that come as these numbers belong among the source's rows of a batch: below
+        `usual_rows`, and the same for all rows of a block."""
         in_epoch = np.asarray(numbers, np.int64) % self.num_rows
         _, loose_before = self._loose_rows(in_epoch)
         return self._locate(in_epoch - loose_before).lane % self._usual_rows

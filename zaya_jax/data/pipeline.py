@@ -101,7 +101,7 @@ class SourceRows:
         """
         if self.order.block_rows == 1:
             return numbers
-        return numbers[np.lexsort((self.order.lane(numbers), numbers // self.order.num_rows))]
+        return numbers[np.lexsort((self.order.slots(numbers), numbers // self.order.num_rows))]
 
     def reserve_cache(self, fraction: float) -> None:
         """Size the store's cache for what this process reads of all open blocks at a time; it reads
@@ -109,7 +109,7 @@ class SourceRows:
         store = self.store
         if not isinstance(store, PreparedStore) or self.order.block_rows == 1:
             return
-        # A visit to a block reads a row of `Tape`, or from all over a unit of `Packed`; either
+        # A visit to a block reads a row of `Concat`, or from all over a unit of `BestFit`; either
         # begins and ends inside a bundle. Decoded, a token has two flags. With somewhat less memory
         # than this, each bundle is read at each visit: the least recently used one is the next one
         # wanted.
