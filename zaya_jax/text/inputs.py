@@ -90,7 +90,7 @@ class TextOrChat:
             f" {', '.join(CHAT_FIELDS)}, {' or '.join(map(' with '.join, chat.PAIRS))}"
         )
 
-    def is_in(self, names: Sequence[str]) -> bool:
+    def fits(self, names: Sequence[str]) -> bool:
         """Whether records with these fields may have this form."""
         known = any(field in names for field in (self.text_field, *CHAT_FIELDS))
         return known or any({*pair} <= {*names} for pair in chat.PAIRS)
@@ -127,7 +127,7 @@ class ChatPair:
     wanted = chat.PAIR_FORM
     way_out = "remove it"
 
-    def is_in(self, names: Sequence[str]) -> bool:
+    def fits(self, names: Sequence[str]) -> bool:
         """Whether records with these fields may have this form."""
         return {"chosen", "rejected"} <= {*names}
 
@@ -383,7 +383,7 @@ def _rows_of_group(file: Any, group: int, columns: list[str]) -> Iterator[dict[s
 
 def _columns(piece: InputRange, names: list[str], form: Form) -> list[str]:
     """The columns to read of a file that has these; BadInput where they are not what is needed."""
-    if not form.is_in(names):
+    if not form.fits(names):
         few = ascii(", ".join(names[:8]))[1:-1][:200]
         raise BadInput(f"{piece} has columns {few}, but {form.wanted}")
     columns = [name for name in names if name in form.columns]
