@@ -123,15 +123,19 @@ def test_values_never_change():
     np.testing.assert_array_equal(shuffle.keys((42,), np.array([3])), [shuffle.key(42, 3)])
 
 
+def stretch(first_step, batch, weights):
+    return Stretch(first_step, batch, weights, seq_len=64, packing="concat")
+
+
 STRETCHES = [
-    Stretch(0, 4, (0.7, 0.2, 0.1)),
-    Stretch(13, 8, (0.7, 0.2, 0.1)),
-    Stretch(40, 16, (0.1, 0.0, 0.9)),
+    stretch(0, 4, (0.7, 0.2, 0.1)),
+    stretch(13, 8, (0.7, 0.2, 0.1)),
+    stretch(40, 16, (0.1, 0.0, 0.9)),
 ]
 
 
 def test_shares_follow_the_weights_in_every_batch_and_over_all():
-    mixture = Mixture([Stretch(0, 20, (0.5, 0.3, 0.2))])
+    mixture = Mixture([stretch(0, 20, (0.5, 0.3, 0.2))])
     counts = np.array([np.bincount(mixture.sources(t), minlength=3) for t in range(300)])
     assert (np.abs(counts - [10, 6, 4]) <= 1).all()
     np.testing.assert_allclose(counts.mean(0) / 20, [0.5, 0.3, 0.2], atol=1e-3)
@@ -142,7 +146,7 @@ def test_shares_follow_the_weights_in_every_batch_and_over_all():
     [
         (Mixture(STRETCHES), 6000),
         *(
-            (Mixture([Stretch(0, rounds * mix.TABLE_SIZE + 1, (0.9, 0.1, 0))]), 5)
+            (Mixture([stretch(0, rounds * mix.TABLE_SIZE + 1, (0.9, 0.1, 0))]), 5)
             for rounds in (1, 3)
         ),
     ],
@@ -166,4 +170,4 @@ def test_bad_mixtures_are_one_clear_line():
     for bad in (("a",), ("=1",), ("a=x",), ("a=-1",), ("a=1", "a=2"), ("a=inf",)):
         check_refused("path=weight", mix.parse_mixture, bad)
     check_refused("any weight", mix.parse_mixture, ("a=0",))
-    check_refused("resolution", lambda: Mixture([Stretch(0, 4, (1.0, 1e-6))]))
+    check_refused("resolution", lambda: Mixture([stretch(0, 4, (1.0, 1e-6))]))

@@ -25,11 +25,13 @@ TABLE_SIZE = 4099  # a prime, so that no usual batch sees the same part of the t
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Steps of one batch size and one mixture."""
+    """Steps of one batch size, one mixture and one way to cut rows."""
 
     first_step: int  # 0 is the run's first
     batch: int  # rows per step
     weights: tuple[float, ...]  # one for each source
+    seq_len: int
+    packing: str
 
 
 class Mixture:
@@ -174,14 +176,15 @@ def parse_mixture(entries: tuple[str, ...], where: str = "config.data.mixture") 
     return weights
 
 
-def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, Stretch]]]:
-    """(paths of all sources, (context length, packing, stretch) of each part of the run) from
-    data.* and schedule.phases.
-    """
+def plan_sources(config: Config) -> tuple[list[str], list[Stretch]]:
+    """(paths of all sources, stretches of the run) from data.* and schedule.phases."""
     default = parse_mixture(config.data.mixture) or {config.data.path: 1.0}
     if not config.schedule.phases:
-        stretch = Stretch(config.run.fork_step, config.data.global_batch, tuple(default.values()))
-        return list(default), [(config.data.seq_len, config.data.packing, stretch)]
+        data, weights = config.data, tuple(default.values())
+        first = config.run.fork_step
+        return list(default), [
+            Stretch(first, data.global_batch, weights, data.seq_len, data.packing)
+        ]
     segments = schedule.make_plan(config).segments
     mixtures = [
         parse_mixture(phase.mixture, f"config.schedule.phases[{i}].mixture") or default
@@ -192,11 +195,10 @@ def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, Stretc
     # phases left.
     named = dict.fromkeys(path for weights in mixtures for path in weights)
     paths = [path for path in named if path in left]
-    parts = []
+    stretches = []
     for segment in segments:
-        weights = mixtures[segment.phase_index]
-        in_order = tuple(weights.get(path, 0.0) for path in paths)
-        # steps are counted from 1 in a plan, from 0 here
-        stretch = Stretch(segment.first_step - 1, segment.sequences, in_order)
-        parts.append((segment.phase.seq_len, segment.phase.packing, stretch))
-    return paths, parts
+        mixture, phase = mixtures[segment.phase_index], segment.phase
+        weights = tuple(mixture.get(path, 0.0) for path in paths)
+        first = segment.first_step - 1  # steps are counted from 1 in a plan, from 0 here
+        stretches.append(Stretch(first, segment.sequences, weights, phase.seq_len, phase.packing))
+    return paths, stretches

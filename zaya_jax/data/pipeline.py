@@ -165,25 +165,25 @@ class Batches:
         # A fork's rows come in another order than its parent's.
         self._fork = (config.run.fork_step,) if config.run.fork_step else ()
         check_tokenizer(config, tokenizer)
-        paths, parts = mix.plan_sources(config)
+        paths, stretches = mix.plan_sources(config)
         self._stores = [open_store(config, path, tokenizer) for path in paths]
         self.prepared_stores = [s for s in self._stores if isinstance(s, PreparedStore)]
         self.notes = notes_on(self._stores)
-        for seq_len, packing, stretch in parts:
-            self._check_stores(seq_len, packing, stretch)
+        for stretch in stretches:
+            self._check_stores(stretch)
         self.notes = list(dict.fromkeys(self.notes))
-        self._planned = _eras(parts)
-        self.skip_batches(())  # none yet: makes `skipped`, `eras` and `_sources`
+        self._planned = _eras(stretches)
+        self.skip_batches(())  # none yet: makes `eras`, `skipped` and `_sources`
 
-    def _check_stores(self, seq_len: int, packing: str, stretch: mix.Stretch) -> None:
-        """UserError where the sources of a part of the run do not fit together or into its rows."""
+    def _check_stores(self, stretch: mix.Stretch) -> None:
+        """UserError where the sources of a stretch do not fit together or into its rows."""
         weighted = zip(self._stores, stretch.weights, strict=True)
         used = [store for store, weight in weighted if weight]
         refuse_doubles(used)
         for store in used:
             if isinstance(store, PreparedStore) and store.chat_context:
-                store.require_context(seq_len)
-                if packing == "concat":
+                store.require_context(stretch.seq_len)
+                if stretch.packing == "concat":
                     self.notes.append(
                         f"{store.name}: packing=concat cuts chats at the ends of rows, which"
                         " packing=best_fit keeps whole"
@@ -276,15 +276,20 @@ class Batches:
         return source
 
 
-def _eras(parts: list[tuple[int, str, mix.Stretch]]) -> list[Era]:
-    """The eras of the parts of a run, (context length, packing, stretch)."""
+def _eras(stretches: list[mix.Stretch]) -> list[Era]:
+    """The eras of a run; the last first, since each ends where the next one begins."""
     eras: list[Era] = []
     stop = math.inf
-    groups = [list(group) for _, group in itertools.groupby(parts, key=lambda part: part[:2])]
+    groups = [
+        [*group]
+        for _, group in itertools.groupby(
+            stretches, lambda stretch: (stretch.seq_len, stretch.packing)
+        )
+    ]
     for number, group in reversed(list(enumerate(groups))):
-        seq_len, packing, first = group[0]
-        mixture = mix.Mixture([stretch for *_, stretch in group])
-        eras.insert(0, Era(number, first.first_step, stop, seq_len, packing, mixture))
+        first = group[0]
+        mixture = mix.Mixture(group)
+        eras.insert(0, Era(number, first.first_step, stop, first.seq_len, first.packing, mixture))
         stop = first.first_step
     return eras
 
