@@ -48,7 +48,7 @@ from zaya_jax.training.trackers import Function, Trackers
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, open_workdir, record_start
 from zaya_jax.version import __version__
 
-UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.sound`)
+UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.is_sound`)
 
 
 def train(

@@ -4,7 +4,7 @@
     guard.record_step(step, phase, figures)                      for each step, in order, in all processes
     guard.spike                                                  the spike for which the run must go back, or None
     guard.go_back(saved, steps_before)                           writes down where to; None if it may not go back again
-    guard.take_replay_request(step)                              whether gradients must be computed again now (`replay`)
+    guard.replay_is_due(step)                                    whether gradients must be computed again now (`replay`)
     guard.record_replay(step, finding, ...)                      takes the result; a decision if a device is wrong
 
 The training loop carries a decision out: it stops where it is and starts over, in the same process
@@ -94,10 +94,11 @@ class Guard:
         )
 
     def replay_is_due(self, step: int) -> bool:
-        """Whether gradients must be computed again now; asked once after each step.
+        """Whether gradients must be computed again now; asked once after each step, since the answer
+        uses up what `record_step` has seen.
 
-        Due every `replay_every` steps, and after a step that is not finite or a spike: a device's
-        fault may have caused either.
+        Due every `replay_every` steps, after a figure that is not finite, and after a spike: a
+        device's fault may have caused either of the two.
         """
         every = self._settings.replay_every
         suspect = self._suspect or self.spike is not None

@@ -2,7 +2,7 @@
 
     snapshots = Snapshots(setup.optimizer, states.abstract(config, setup))
     store.save(step, snapshots.take(state), meta, snapshots.locations)
-    state, _ = store.restore(step, snapshots.abstract, snapshots.locations, snapshots.to_state)
+    state = store.restore(step, snapshots.abstract, snapshots.locations, snapshots.to_state)
 
 Three things have the same numbers:
 
