@@ -40,19 +40,20 @@ def main() -> int:
     from zaya_jax.cluster import multihost
     from zaya_jax.hardware import host
     from zaya_jax.run import train
-    from zaya_jax.training import fork, notes, recipe, unused
+    from zaya_jax.training import fork, notes, unused
+    from zaya_jax.training import recipe as recipe_lib
     from zaya_jax.training.workdir import folder_of
 
     if args.describe:
-        planned = recipe.make_recipe(
+        recipe = recipe_lib.make_recipe(
             fork.fill_in(
                 args.config, fork.resolve(args.config, folder_of(args.config, args.workdir))
             )
         )
-        recipe.check(planned, planned.config.run.fork_step)
+        recipe_lib.check(recipe, recipe.config.run.fork_step)
         print(
-            notes.phase_table(planned),
-            *map("note: {}".format, unused.notes(planned.config)),
+            notes.phase_table(recipe),
+            *map("note: {}".format, unused.notes(recipe.config)),
             sep="\n",
         )
         return cli.DONE

@@ -96,7 +96,7 @@ class OpenedRun:
     """A run whose folder is open and locked, and how it starts."""
 
     kind: start.StartKind
-    planned: start.PlannedStart  # after step `planned.reached`; `planned.state` holds only shapes
+    planned: start.PlannedStart  # after step `planned.reached`
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it resumes or forks from; otherwise empty
     decided: list[decisions.Decision]  # its earlier rollbacks
@@ -162,7 +162,7 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
         # fork's is its own.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-    devices = planned.phase.mesh.size
+    devices = planned.placed.mesh.size
     planned.notes.append(tiles.summary)
     planned.notes.append(notes.other_rounding(meta, devices, tiles.kernels, reached))
     decided = decisions.merge(decided, meta.get("decisions", []), folder)
@@ -207,7 +207,7 @@ class Loop:
         self.faults, self.observers = faults, observers
         self.config, self.plan = self.planned.recipe.config, self.planned.recipe.plan
         self.store, self.workdir = opened.store, opened.workdir
-        self.mesh, self.stream = self.planned.phase.mesh, self.planned.stream
+        self.mesh, self.stream = self.planned.placed.mesh, self.planned.stream
         self.train_program = functools.cache(self._train_program)
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
@@ -231,7 +231,9 @@ class Loop:
             decisions.write(self.workdir, opened.decided)
         # Other processes read what process 0 has just written.
         multihost.barrier("set-up")
-        self.snapshots = snapshot.Snapshots(planned.setup.optimizer, planned.state, logs.say)
+        self.snapshots = snapshot.Snapshots(
+            planned.setup.optimizer, planned.abstract_state, logs.say
+        )
         # `base_fields`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
         self.state, self.base_fields = start.first_state(
             opened.kind,
@@ -254,7 +256,7 @@ class Loop:
         multihost.barrier("the first step")
         all_notes = planned.notes + self.evaluation.notes
         notes.describe_start(
-            planned.recipe, planned.phase, self.workdir, planned.reached, all_notes
+            planned.recipe, planned.placed, self.workdir, planned.reached, all_notes
         )
         self.opened.cleanup.run_began()
 
@@ -279,7 +281,7 @@ class Loop:
             return self._end(self.planned.reached, cli.HARDWARE, fault)
         self.before_the_first_step()
         self.pace.start()
-        for number in range(self.planned.reached + 1, self.planned.end + 1):
+        for number in range(self.planned.reached + 1, self.planned.last_step_here + 1):
             now = self.plan.step(number)
             if self.faults:
                 self.faults.before_step(number)
@@ -304,14 +306,14 @@ class Loop:
                 return self.stopped(number)
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
-        if self.planned.end < self.planned.recipe.last_step:
+        if self.planned.last_step_here < self.planned.recipe.last_step:
             return self.mesh_change()
         return self.done()
 
     def try_step(self) -> str:
         """Tries the step of a small model, unless it was already right on this machine; returns an
         error line, or ""."""
-        placed = self.planned.phase
+        placed = self.planned.placed
         # With several micro-batches gradients are added up, another program than with one.
         micro_batches = max(segment.micro_batches for segment in placed.segments)
         with self.pace.outside_a_step():
@@ -354,11 +356,11 @@ class Loop:
         ends.
         """
         number = now.number
-        ends_here = number == self.planned.end or stopping  # this start
+        ends_here = number == self.planned.last_step_here or stopping  # this start
         timer_due = self.timer.after(number)  # once per step: processes agree on a later step
         due_save = timer_due or number % self.config.checkpoint.every_steps == 0
         evaluations = []
-        if number == self.planned.end or not stopping:
+        if number == self.planned.last_step_here or not stopping:
             evaluations = self.evaluations_due(now)
         observers = [x for x in self.observers if number % x.every == 0]
         if not (evaluations or due_save or observers or ends_here):
@@ -460,7 +462,7 @@ class Loop:
 
     def _put(self, batch: dict, number: int) -> Any:
         """Puts a step's batch on the devices; called ahead of the step, in a thread."""
-        if number > self.planned.end:  # read ahead beyond this mesh's last step, and never used
+        if number > self.planned.last_step_here:  # read ahead, and never used
             return batch
         if self.faults:
             skipped = decisions.skipped_batches(self.opened.decided)
@@ -485,7 +487,7 @@ class Loop:
 
     def done(self) -> int:
         """All steps are trained and saved: writes a sample and the report."""
-        last = self.planned.end
+        last = self.planned.last_step_here
         self.pace.at("end", last)
         self.figures.close()
         unsound = self.figures.unsound
@@ -507,13 +509,13 @@ class Loop:
 
     def mesh_change(self) -> int:
         """The next phase has another mesh, which needs a new start."""
-        line = notes.mesh_change_line(self.planned.recipe, self.planned.end)
-        return self._end(self.planned.end, cli.PREEMPTED, line, retry_copies=True)
+        line = notes.mesh_change_line(self.planned.recipe, self.planned.last_step_here)
+        return self._end(self.planned.last_step_here, cli.PREEMPTED, line, retry_copies=True)
 
     def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""
         left_out = ""
-        if number < self.planned.end and self.evaluations_due(self.plan.step(number)):
+        if number < self.planned.last_step_here and self.evaluations_due(self.plan.step(number)):
             left_out = ", without its evaluation"
         line = (
             f"stopped by {self.stop.asked} after step {number}; saved{left_out}. The same command"

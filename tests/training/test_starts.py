@@ -582,7 +582,7 @@ def test_weights_of_another_tokenizer_are_told(capsys):
     meta = {"tokenizer": tokenizers.load("bytes").sha256}
     weights.meta = lambda: meta
     planned = types.SimpleNamespace(
-        phase=types.SimpleNamespace(config=config.Config()), tokenizer=tokenizers.load("bytes")
+        placed=types.SimpleNamespace(config=config.Config()), tokenizer=tokenizers.load("bytes")
     )
     start._say_what_differs(weights, planned)
     assert capsys.readouterr().out == ""

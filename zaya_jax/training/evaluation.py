@@ -58,7 +58,7 @@ class Evaluation:
         """The batches that a phase is evaluated on, on the devices, by the figure's name."""
         planned, tokenizer = self._planned, self._planned.tokenizer
         config, setup = planned.recipe.config, planned.setup
-        local_rows, rows = planned.phase.rows, recipe.eval_rows(config, phase, setup.spread)
+        local_rows, rows = planned.placed.rows, recipe.eval_rows(config, phase, setup.spread)
         damaged = planned.stream.damaged
         eval_config = windows.eval_config(config, phase)
         by_name = {

@@ -44,10 +44,10 @@ class PlannedStart:
 
     reached: int
     recipe: Recipe
-    phase: PlacedPhase  # of the next step, whose mesh this process has
-    end: int  # the last step on this mesh
+    placed: PlacedPhase  # the next step's; this process has its mesh until it ends
+    last_step_here: int  # on this mesh; another mesh needs another start
     setup: states.Setup
-    state: Any  # its shapes and shardings: `states.abstract`
+    abstract_state: Any  # shapes and shardings: `states.abstract`
     tokenizer: tokenizers.Tokenizer
     stream: pipeline.Stream  # of this process's rows
     notes: list[str]
@@ -175,7 +175,7 @@ def first_state(
         state = snapshots.with_weights_of(_initial_state(planned), source.restore)
     else:
         state = _initial_state(planned)
-    if "frozen" not in planned.state:
+    if "frozen" not in planned.abstract_state:
         return state, {}
     role = "base" if run.lora else "reference"
     if meta:  # the base is the one that the checkpoint names
@@ -202,7 +202,7 @@ def first_state(
 def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
     """Reports model keys whose values differ from the model that the weights were trained with, and
     another tokenizer than theirs."""
-    if changed := model_differences(source.model, planned.phase.config.model):
+    if changed := model_differences(source.model, planned.placed.config.model):
         say(f"note: {source.name} was trained with another model config: {'; '.join(changed)}")
     if source.meta().get("tokenizer") not in (None, planned.tokenizer.sha256):
         say(
@@ -212,7 +212,7 @@ def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
 
 
 def _initial_state(planned: PlannedStart) -> Any:
-    return states.init(planned.phase.config, planned.setup)
+    return states.init(planned.placed.config, planned.setup)
 
 
 def add_frozen(
@@ -223,7 +223,7 @@ def add_frozen(
     `named` is how the checkpoint that the state comes from names the base; empty without one.
     Returns how this run's checkpoints name it.
     """
-    abstract, config = planned.state, planned.recipe.config
+    abstract, config = planned.abstract_state, planned.recipe.config
     balance = {"bias": abstract["balance"].bias}
     with fields.naming("config.run.init_from"):
         weights = {"params": zaya.abstract(config.model), "balance": balance}
