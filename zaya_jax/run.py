@@ -234,8 +234,8 @@ class Loop:
         self.snapshots = snapshot.Snapshots(
             planned.setup.optimizer, planned.abstract_state, logs.say
         )
-        # `base_fields`: for each checkpoint's metadata, the base of a low-rank run; otherwise empty.
-        self.state, self.base_fields = start.first_state(
+        # `frozen_fields`: how each checkpoint's metadata names the frozen weights, if there are any.
+        self.state, self.frozen_fields = start.first_state(
             opened.kind,
             planned,
             opened.parent,
@@ -428,7 +428,7 @@ class Loop:
             "lineage": self.opened.meta.get("lineage", []),
             "unsound": self.figures.unsound,
             "own_parts": own_parts.sources(self.config.model),
-            **self.base_fields,
+            **self.frozen_fields,
             **self.guard.checkpoint_fields(),
             "kernels": self.opened.tiles.kernels,
         }

@@ -138,7 +138,8 @@ def first_state(
     snapshots: Snapshots,
     open_weights: Callable[[str], ArraySource],
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the state before the first step, and metadata for all its saves.
+    """Returns the state before the first step, and how the metadata of its saves names the frozen
+    weights.
 
     `meta` is that of the checkpoint that the run resumes or forks from, `parent` a fork's.
     `open_weights` opens a model by its name (`pytorch.any_model`, which imports this package).
