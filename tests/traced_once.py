@@ -23,12 +23,12 @@ def traced_once() -> Iterator[None]:
     made: dict = {}
 
     def once(make):
-        def call(given, setup, hook=None):
+        def call(given, setup, inject=None):
             of_run = {name: getattr(given.run, name) for name in OF_RUN}
             run = dataclasses.replace(config.Run(), **of_run)
             key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), setup.mesh
-            if hook:  # faults on purpose
-                return make(given, setup, hook)
+            if inject:  # faults on purpose
+                return make(given, setup, inject)
             if key not in made:
                 made[key] = make(given, setup)
             return made[key]

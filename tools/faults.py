@@ -9,8 +9,8 @@ Inside a run: ZAYA_FAULTS names a file of them, which may change while the run g
 
 `first` and `last` are steps, both included; without them always. `times`: so often in all;
 `passing`: not when gradients are computed again, to be compared (`replay`). Without the variable
-nothing of this is in any program. The hook in a program is made when it is traced; it asks the file
-whenever it runs.
+nothing of this is in any program. What changes gradients enters a program when that is traced, and
+asks the file whenever it runs.
 
 From outside, to the processes of an agent, their connections and files, with no more rights than
 over one's own processes:

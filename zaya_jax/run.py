@@ -474,14 +474,14 @@ class Loop:
         """A phase's training step."""
         logs.say("compiling the training step; the next start on this machine finds it compiled")
         phase_config = self.planned.recipe.phases[phase_index].config
-        hook = self.faults and self.faults.gradients(self.mesh, False)
-        return steps.make_train_step(phase_config, self.planned.setup, hook)
+        inject = self.faults and self.faults.gradients(self.mesh)
+        return steps.make_train_step(phase_config, self.planned.setup, inject)
 
     def _replay_program(self, phase_index: int) -> Replay:
         """A phase's check that computes gradients repeatedly."""
         phase_config = self.planned.recipe.phases[phase_index].config
-        hook = self.faults and self.faults.gradients(self.mesh, True)
-        return Replay(phase_config, self.planned.setup, hook)
+        inject = self.faults and self.faults.gradients(self.mesh, again=True)
+        return Replay(phase_config, self.planned.setup, inject)
 
     # Its ends
 

@@ -48,8 +48,8 @@ def made(settings, devices):
 
 def checked(settings, devices, injected=None):
     settings, setup, state, batch = made(settings, devices)
-    hook = injected and injected.gradients(setup.mesh)
-    return Replay(settings, setup, hook)(state["params"], state["balance"].bias, batch)
+    inject = injected and injected.gradients(setup.mesh)
+    return Replay(settings, setup, inject)(state["params"], state["balance"].bias, batch)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Checks that the devices compute correctly: a step's gradients again, on the same devices and on
 others.
 
-    replay = Replay(config, setup)                  of a phase; `faults` on purpose go through `hook`
+    replay = Replay(config, setup)                  of a phase; `inject` changes gradients: a test's faults
     finding = replay(params, bias, batch)           None, or a Mismatch, the same in all processes
 
 Every device hashes the gradient of each weight as it leaves its layer, before anything is summed
@@ -64,7 +64,7 @@ class Mismatch:
 class Replay:
     """The check of one phase."""
 
-    def __init__(self, config: Config, setup: Setup, hook: Any = None):
+    def __init__(self, config: Config, setup: Setup, inject: Any = None):
         mesh, spread = setup.mesh, setup.spread
         self._spread = spread
         self._weight_of_word: list[str] = []  # written while `hashes` is traced
@@ -80,14 +80,14 @@ class Replay:
                         # Only the hash of each layer's gradient leaves, nothing is reduced.
                         by_layer[path] = Way((x.shape[0], WORDS), hashed)
 
-            def loss_of(params, micro, stored):
-                return loss_fn(params, bias, micro, total, stored, frozen)
+            def loss_of(params, micro, hooks):
+                return loss_fn(params, bias, micro, total, hooks, frozen)
 
             grads, sums = gradients(loss_of, params, batch, by_layer, in_place=False)
             grads = trees.flat(grads, "/")
             of_layers = {path: grads.pop(path).reshape(-1) for path in by_layer}  # hashes already
-            if hook:
-                grads = hook(grads)
+            if inject:
+                grads = inject(grads)
             words = {path: hashed(x) for path, x in grads.items()} | of_layers
             words[LOSS] = jnp.concatenate([hashed(x) for x in jax.tree.leaves(sums)])
             self._weight_of_word = []

@@ -38,11 +38,11 @@ def objective_of(config: Config, spread: Spread) -> Objective:
     return OBJECTIVES[config.run.preference](config, spread)
 
 
-def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) -> Callable:
+def make_train_step(config: Config, setup: Setup, inject: Callable | None = None) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and
     [L, ..] arrays.
 
-    `hook` is given each device's gradients as `gradients` returns them: injected faults
+    `inject` changes each device's gradients as `gradients` returns them: a test's faults
     (`tools.faults`).
     """
     model, spread, optimizer = config.model, setup.spread, setup.optimizer
@@ -64,8 +64,8 @@ def make_train_step(config: Config, setup: Setup, hook: Callable | None = None) 
         ways = {} if adapted else optimizer.layout.by_layer
         formats = optimizer.layout.copy_dtypes
         grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
-        if hook:
-            grads = hook(grads)
+        if inject:
+            grads = inject(grads)
 
         parts = jax.lax.psum(parts, AXES)
         sums = jax.lax.psum(sums, spread.token_axes)
