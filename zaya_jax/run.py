@@ -452,13 +452,12 @@ class Loop:
             program = self.replay_program(now.phase_index)
             finding = program(state["params"], state["balance"].bias, batch, state.get("frozen"))
             return self.guard.record_replay(
-                now.number, finding, self.mesh, self.wait_for_saved_steps, self.plan.steps_before
+                now.number,
+                finding,
+                self.mesh,
+                self.store.wait_for_saved_steps,
+                self.plan.steps_before,
             )
-
-    def wait_for_saved_steps(self) -> list[int]:
-        """Waits for the save in flight; returns the steps of the checkpoints here."""
-        self.store.wait_for_save()
-        return self.store.steps()
 
     def _put(self, batch: dict, number: int) -> Any:
         """Puts a step's batch on the devices; called ahead of the step, in a thread."""
@@ -547,7 +546,7 @@ class Loop:
         After a signal that code is 75, and nothing is saved: the next start goes back.
         """
         self.pace.at("end", number)
-        saved = self.wait_for_saved_steps()
+        saved = self.store.wait_for_saved_steps()
         decision = self.guard.go_back(saved, self.plan.steps_before)
         if decision is None:
             limit = f"config.guard.rollbacks={self.config.guard.rollbacks}"

@@ -140,6 +140,11 @@ class Store:
                 f"the last save is still being written, since {time.perf_counter() - begun:.0f} s"
             )
 
+    def wait_for_saved_steps(self) -> list[int]:
+        """Waits for the save in flight; returns the steps of the checkpoints here."""
+        self.wait_for_save()
+        return self.steps()
+
     def close(self, retry_copies: bool = True) -> list[int]:
         """Finishes writing and copying; returns the steps that lack a durable copy."""
         self.wait_for_save()
