@@ -277,8 +277,8 @@ class Loop:
         """Trains until an end. Returns the exit code, or None if the run goes back and must start
         over."""
         self.stop = stop
-        if fault := self.try_step():
-            return self._end(self.planned.reached, cli.HARDWARE, fault)
+        if error := self.try_step():
+            return self._end(self.planned.reached, cli.HARDWARE, error)
         self.before_the_first_step()
         self.pace.start()
         for number in range(self.planned.reached + 1, self.planned.last_step_here + 1):
@@ -318,7 +318,7 @@ class Loop:
         micro_batches = max(segment.micro_batches for segment in placed.segments)
         with self.pace.outside_a_step():
             self.pace.begin("evaluate", self.planned.reached, ("a small step",))
-            return first_step.fault(placed.config, self.mesh, micro_batches, logs.say)
+            return first_step.try_step(placed.config, self.mesh, micro_batches, logs.say)
 
     def before_the_first_step(self) -> None:
         """Saves a fork, or evaluates given weights before they are trained."""

@@ -188,7 +188,7 @@ def tried(of: config.Config, devices: int, micro_batches: int = 1) -> tuple[str,
     """The line of a fault, and what was said."""
     said: list[str] = []
     mesh = make_mesh(of.mesh, jax.devices()[:devices])
-    return first_step.fault(of, mesh, micro_batches, said.append), said
+    return first_step.try_step(of, mesh, micro_batches, said.append), said
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ the routing, the gradient of every weight, and what the update does to the loss,
 those of one CPU in float32. The package carries these, with model and batch (EXPECTED, written by
 `tools/golden/make_first_step.py`).
 
-    line = first_step.fault(config, mesh, micro_batches, say)     an error line; "" if right
+    error = first_step.try_step(config, mesh, micro_batches, say)     a line; "" if right
 
 A gradient is read from the optimizer's first moment as a checkpoint would hold it, so its way over
 the devices is tried too. Gradients are compared by a random projection to SUMS numbers (`sketch`),
@@ -199,7 +199,7 @@ def differences(config: Config, results: dict[str, np.ndarray], target: chip.Chi
     return wrong
 
 
-def fault(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str], None]) -> str:
+def try_step(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str], None]) -> str:
     """Tries the step, unless it was already right on this machine; returns an error line, or "".
 
     All processes together.
