@@ -50,19 +50,20 @@ def gradients(
     batch: dict,
     ways: Ways,
     in_place: bool,
-    copies: Mapping[str, Any] = NOTHING,
+    copy_dtypes: Mapping[str, Any] = NOTHING,
 ) -> tuple[dict, Any]:
     """(gradients, the loss function's other results), both summed over the micro-batches.
 
     loss_of(params, micro-batch, hooks) → (loss, other results). Gradients lie like the parameters,
     or as shares. `in_place`: kernels read the experts, and write their gradients, in the stacks of
-    all layers. `copies` are the number formats of copies that products make anyway, by path.
+    all layers. `copy_dtypes` are the number formats of the copies that products make of weights
+    anyway, by path.
     """
     single = batch["tokens"].shape[0] == 1
     plain = trees.flat(params, "/")
     experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
-    experts = {path: w.astype(copies.get(path, w.dtype)) for path, w in experts.items()}
-    if not single:
+    experts = {path: w.astype(copy_dtypes.get(path, w.dtype)) for path, w in experts.items()}
+    if not single:  # only bfloat16 copies' gradients leave, as they are
         ways = {
             path: Way(w.shape, lambda whole: whole)
             for path, w in plain.items()

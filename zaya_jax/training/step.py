@@ -49,12 +49,13 @@ def make_train_step(config: Config, setup: Setup, inject: Callable | None = None
     loss, adapted = objective_of(config, spread), bool(config.run.lora)
 
     def step(state, batch, lr):
+        params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         # Kernels that take unsorted rows index the stacked experts of all layers: each device must
         # hold every expert, at its full embedding width. (The tensor axis may split the inner
         # width.)
-        params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
-        elsewhere = spread.fsdp or spread.tsp or spread.expert_axes or adapted
-        in_place = takes_unsorted_rows() and model.model_type == "zaya" and not elsewhere
+        divided = spread.fsdp or spread.tsp or spread.expert_axes
+        takes_stacks = takes_unsorted_rows() and model.model_type == "zaya"
+        in_place = takes_stacks and not divided and not adapted
         count = jax.lax.psum(loss.count(batch), spread.token_axes)
         total = jnp.maximum(count, 1.0)
 
@@ -62,8 +63,8 @@ def make_train_step(config: Config, setup: Setup, inject: Callable | None = None
             return loss.value(params, bias, micro, total, hooks, frozen)
 
         ways = {} if adapted else optimizer.layout.by_layer
-        formats = optimizer.layout.copy_dtypes
-        grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, formats)
+        copy_dtypes = optimizer.layout.copy_dtypes
+        grads, (parts, sums) = gradients(loss_of, params, batch, ways, in_place, copy_dtypes)
         if inject:
             grads = inject(grads)
 
