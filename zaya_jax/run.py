@@ -264,7 +264,9 @@ class Loop:
         """Resumes what is counted: files are cut to the checkpoint's step, counts continue."""
         opened, reached = self.opened, self.planned.reached
         counts = {} if opened.parent else opened.meta  # a fork starts its own
-        self.guard = Guard(self.config.guard, self.workdir, opened.decided, counts, reached)
+        self.guard = Guard(
+            self.config.guard, self.workdir, opened.decided, counts, reached, self.plan.steps_before
+        )
         # A run that ended as unhealthy resumes with its count one below the limit: one more bad
         # step ends it.
         unsound = min(counts.get("unsound", 0), UNHEALTHY_AFTER - 1)
@@ -451,13 +453,8 @@ class Loop:
             state = self.state
             program = self.replay_program(now.phase_index)
             finding = program(state["params"], state["balance"].bias, batch, state.get("frozen"))
-            return self.guard.record_replay(
-                now.number,
-                finding,
-                self.mesh,
-                self.store.wait_for_saved_steps,
-                self.plan.steps_before,
-            )
+            wait_for_saved_steps = self.store.wait_for_saved_steps  # only if a device is wrong
+            return self.guard.record_replay(now.number, finding, self.mesh, wait_for_saved_steps)
 
     def _put(self, batch: dict, number: int) -> Any:
         """Puts a step's batch on the devices; called ahead of the step, in a thread."""
@@ -547,7 +544,7 @@ class Loop:
         """
         self.pace.at("end", number)
         saved = self.store.wait_for_saved_steps()
-        decision = self.guard.go_back(saved, self.plan.steps_before)
+        decision = self.guard.go_back(saved)
         if decision is None:
             limit = f"config.guard.rollbacks={self.config.guard.rollbacks}"
             line = f"error: {self.guard.spike}; the limit {limit} is reached, so the run ends."

@@ -1,9 +1,9 @@
 """Watches a run's loss and gradients during training, and decides when the run must go back.
 
-    guard = Guard(config.guard, workdir, decided, meta, reached) as it stood at the checkpoint that the run resumes from
+    guard = Guard(config.guard, workdir, decided, meta, ...)     as it stood at the checkpoint that the run resumes from
     guard.record_step(step, phase, figures)                      for each step, in order, in all processes
     guard.spike                                                  the spike for which the run must go back, or None
-    guard.go_back(saved, steps_before)                           writes down where to; None if it may not go back again
+    guard.go_back(saved)                                         writes down where to; None if it may not go back again
     guard.replay_is_due(step)                                    whether gradients must be computed again now (`replay`)
     guard.record_replay(step, finding, ...)                      takes the result; a decision if a device is wrong
 
@@ -40,8 +40,11 @@ class Guard:
         decided: Sequence[Decision],
         meta: Mapping[str, Any],
         reached: int,
+        steps_before: int,
     ):
+        """`steps_before` is the step before the run's first one: 0, or a fork's."""
         self._settings, self._workdir, self._decided = settings, workdir, list(decided)
+        self._steps_before = steps_before
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
         self._finite, self._suspect, self._reproducible = True, False, True
@@ -77,7 +80,7 @@ class Guard:
         """Marks a checkpoint as unsafe to go back to while a possible spike is under way."""
         return {"suspicious": 1.0} if self._spikes.suspicious else {}
 
-    def go_back(self, saved: Sequence[int], steps_before: int) -> Decision | None:
+    def go_back(self, saved: Sequence[int]) -> Decision | None:
         """Decides to which of these checkpoints the run goes back, or to its start.
 
         Returns None if it has gone back as often as it may.
@@ -90,7 +93,7 @@ class Guard:
             self._tell("spike", spike.step, str(spike), done)
             return None
         return self._decide(
-            lambda: decisions.after_spike(spike, saved, self._decided, steps_before)
+            lambda: decisions.after_spike(spike, saved, self._decided, self._steps_before)
         )
 
     def replay_is_due(self, step: int) -> bool:
@@ -113,7 +116,6 @@ class Guard:
         finding: Mismatch | None,
         mesh: Mesh,
         wait_for_saved_steps: Callable[[], Sequence[int]],
-        steps_before: int,
     ) -> Decision | None:
         """Takes the result after a step. If a device is wrong, returns the decision to go back,
         already written down."""
@@ -132,7 +134,7 @@ class Guard:
             weights = ", ".join(finding.weights[:MOST_WEIGHTS])
             if len(finding.weights) > MOST_WEIGHTS:
                 weights += f" and {len(finding.weights) - MOST_WEIGHTS} more"
-            return decisions.after_mismatch(step, self._clean, saved, steps_before) | {
+            return decisions.after_mismatch(step, self._clean, saved, self._steps_before) | {
                 "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of"
                 f" {weights})",
                 "reproduces": finding.kind == "disagrees",
