@@ -45,7 +45,7 @@ from zaya_jax.training.pace import Pace
 from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.trackers import Function, Trackers
-from zaya_jax.training.workdir import CleanupIfRefused, check_same, open_workdir, record_start
+from zaya_jax.training.workdir import TakenFolder, check_same, open_workdir, record_start
 from zaya_jax.version import __version__
 
 UNHEALTHY_AFTER = 50  # steps in a row without a sound update (`retention.is_sound`)
@@ -102,7 +102,7 @@ class OpenedRun:
     decided: list[decisions.Decision]  # its earlier rollbacks
     tiles: kernels.Tiles
     workdir: Path
-    cleanup: CleanupIfRefused
+    taken_folder: TakenFolder
     store: Store
 
 
@@ -127,9 +127,9 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
     config = recipe.config  # with the keys that a fork and a tokenizer fill in
     # Before anything is compiled, and by all processes together.
     tiles = kernels.choose_tiles(config, jax.devices()[0], collective=True)
-    cleanup = CleanupIfRefused(folder)
-    folder = open_workdir(folder, config, cleanup.locked)
-    at_end.push(cleanup)  # only now: a folder that another run has locked must stay
+    taken_folder = TakenFolder(folder)
+    folder = open_workdir(folder, config, taken_folder.note_if_new)
+    at_end.push(taken_folder)  # only now: a folder that another run has locked must stay
     decided = multihost.broadcast_from_zero("decisions", functools.partial(decisions.read, folder))
 
     def accept(saved: dict[str, Any]) -> str:
@@ -168,7 +168,7 @@ def open_run(config: Config, folder: Path, at_end: contextlib.ExitStack) -> Open
     decided = decisions.merge(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.skip_batches(decisions.skipped_batches(decided))
-    return OpenedRun(kind, planned, parent, meta, decided, tiles, folder, cleanup, store)
+    return OpenedRun(kind, planned, parent, meta, decided, tiles, folder, taken_folder, store)
 
 
 def already_complete(opened: OpenedRun) -> int:
@@ -258,7 +258,7 @@ class Loop:
         notes.describe_start(
             planned.recipe, planned.placed, self.workdir, planned.reached, all_notes
         )
-        self.opened.cleanup.run_began()
+        self.opened.taken_folder.run_began()
 
     def _resume_counts(self, tracker: Function | None) -> None:
         """Resumes what is counted: files are cut to the checkpoint's step, counts continue."""

@@ -15,7 +15,7 @@ from zaya_jax import config
 from zaya_jax.checkpoint.run import claims, store
 from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import any_model
-from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
+from zaya_jax.training.workdir import TakenFolder, open_workdir
 
 HOLD = """
 import os, sys, time
@@ -218,36 +218,36 @@ def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tm
     """The folder was new when it looked; another run began, saved and ended while it waited for the
     lock."""
     place = tmp_path / "run"
-    cleanup = CleanupIfRefused(place)
+    taken_folder = TakenFolder(place)
     then_waits(place, run__seed=1)
     check_refused(
         r"was started with config\.run\.seed=1, now it is 2",
-        lambda: open_workdir(place, settings(run__seed=2), cleanup.locked),
+        lambda: open_workdir(place, settings(run__seed=2), taken_folder.note_if_new),
     )
     assert not claims.taken(place)
     before = content(place)
-    cleanup(UserError)
+    taken_folder(UserError)
     assert content(place) == before and (place / "config.json").exists()
 
     # One that may go on there is refused later, for another reason: it did not begin this either.
     shutil.rmtree(place)
-    cleanup = CleanupIfRefused(place)
+    taken_folder = TakenFolder(place)
     then_waits(place, run__seed=1)
-    open_workdir(place, settings(run__seed=1), cleanup.locked)
+    open_workdir(place, settings(run__seed=1), taken_folder.note_if_new)
     before = content(place)
-    cleanup(UserError)
+    taken_folder(UserError)
     assert content(place) == before
     claims.release(place)
 
 
 def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     shutil.copytree(train_run(tmp_path / "run") / "checkpoints", tmp_path / "copies")
-    cleanup = CleanupIfRefused(tmp_path / "new")
-    workdir = open_workdir(tmp_path / "new", settings(), cleanup.locked)
+    taken_folder = TakenFolder(tmp_path / "new")
+    workdir = open_workdir(tmp_path / "new", settings(), taken_folder.note_if_new)
     assert (
         store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).find_newest() == 4
     )
-    cleanup(UserError)
+    taken_folder(UserError)
     claims.release(workdir)
     assert not (tmp_path / "new").exists()
 

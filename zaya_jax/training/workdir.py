@@ -76,18 +76,18 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
 
 
 def open_workdir(
-    path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None
+    path: str | os.PathLike, config: Config, on_locked: Callable[[], None] = lambda: None
 ) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError
     otherwise.
 
-    `locked` is called when no other run writes there and nothing is written yet. Changed keys of a
-    run that resumes are recorded later, by `record_start`. The first process opens it; the others
+    `on_locked` is called when no other run writes there and nothing is written yet. Changed keys of
+    a run that resumes are recorded later, by `record_start`. The first process opens it; the others
     must have the same config and see the same folder.
     """
     facts = shared_facts(config)
     chosen, first_facts = multihost.broadcast_from_zero(
-        "workdir", lambda: [str(_open(Path(path), config, locked)), facts]
+        "workdir", lambda: [str(_open(Path(path), config, on_locked)), facts]
     )
     workdir = Path(chosen)
     differing = changed_keys(flat(first_facts), flat(facts))
@@ -116,7 +116,7 @@ def shared_facts(config: Config) -> dict[str, Any]:
     return config_lib.to_dict(config) | {"content of": files_of}
 
 
-def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
+def _open(workdir: Path, config: Config, on_locked: Callable[[], None]) -> Path:
     claims.require_outside(workdir)
     claims.require_writable(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
     except UserError:
         claims.release(workdir)
         raise
-    locked()
+    on_locked()
     if not (workdir / "config.json").exists():
         write_json(workdir / "config.json", config_lib.to_dict(config))
     return workdir
@@ -153,18 +153,18 @@ def _check_owner(workdir: Path, config: Config) -> None:
             )
 
 
-class CleanupIfRefused:
-    """Removes a new run's folder if the run is refused before its first step, and unlocks it.
+class TakenFolder:
+    """A run's folder, which `open_workdir` locks: at the end of a start it is unlocked.
 
-    A run of several processes leaves the folder: as long as nothing is saved there, any config may
-    take it.
+    Before that it is removed, if it is new and the run is refused before its first step. A run of
+    several processes leaves it: as long as nothing is saved there, any config may take it.
     """
 
     def __init__(self, workdir: Path):
         self._workdir, self._new = workdir, False
         self._made = [path for path in workdir.parents if not path.exists()]
 
-    def locked(self) -> None:
+    def note_if_new(self) -> None:
         """Notes whether the folder is new; called when no other run writes there and this one has
         written nothing."""
         self._new = not (self._workdir / "config.json").exists()
@@ -184,8 +184,8 @@ class CleanupIfRefused:
 
 
 def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
-    """Writes the files of a start, before its first step; `lineage`: the runs that this one is
-    forked from."""
+    """Opens this process's log, then writes the files of a start, before its first step; `lineage`:
+    the runs that this one is forked from."""
     logs.open_log(workdir)
     if not multihost.is_writer():
         return
