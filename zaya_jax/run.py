@@ -68,7 +68,7 @@ def train(
     host.keep_compiled()
     stop, code = None, None
     while code is None:  # the first time, and each time that the run went back
-        # Callbacks run in reverse: the loop ends before its folder is unlocked.
+        # Callbacks run in reverse: the profile, the loop, its stream, and at last the folder's lock.
         with contextlib.ExitStack() as at_end:
             opened = open_run(config, folder, at_end)
             if opened.planned.reached == opened.planned.recipe.last_step:
@@ -77,11 +77,12 @@ def train(
             # Until here a signal ends the process at once, since there is nothing to save; from here
             # on the loop saves, then stops. Made once: a signal before a rollback still counts.
             stop = stop or multihost.StopSignal()
-            # The loop's last; within PATIENCE, since a reader may wait for a disk that hangs.
+            # Within PATIENCE, since a reader may wait for a disk that hangs.
             at_end.callback(leaving.within, leaving.PATIENCE, loop.stream.close)
             at_end.push(loop.on_exit)
             at_end.callback(loop.profile.stop)
             code = loop.run(stop)
+            # After going back the next loop continues the trackers' runs.
             loop.trackers.end(cli.PREEMPTED if code is None else code)
     return code
 
@@ -261,7 +262,7 @@ class Loop:
         self.opened.taken_folder.run_began()
 
     def _resume_counts(self, tracker: Function | None) -> None:
-        """Resumes what is counted: files are cut to the checkpoint's step, counts continue."""
+        """Resumes what is counted. After the last check: it cuts files to the checkpoint's step."""
         opened, reached = self.opened, self.planned.reached
         counts = {} if opened.parent else opened.meta  # a fork starts its own
         self.guard = Guard(
@@ -292,12 +293,13 @@ class Loop:
             with jax.profiler.StepTraceAnnotation("step", step_num=number):
                 batch = self.train_step(now)
             multihost.collect_garbage(number)
-            stopping = stop.after(number)  # once per step: processes agree on a later step
+            stopping = stop.after(number)  # at each step: all processes agree on a later one
             self.measure_and_save(now, stopping)
             if wrong := self.replay(now, batch):
                 return self.wrong_device(wrong)
             self.pace.lap()
-            if self.guard.spike:  # normally of the step before
+            # Normally of the step before. Asked before all other ends: nothing is saved after a spike.
+            if self.guard.spike:
                 return self.go_back(number)
             # Checked before the stop signal, whose exit code makes a supervisor restart the run.
             # The last step ends by itself.
@@ -359,7 +361,7 @@ class Loop:
         """
         number = now.number
         ends_here = number == self.planned.last_step_here or stopping  # this start
-        timer_due = self.timer.after(number)  # once per step: processes agree on a later step
+        timer_due = self.timer.after(number)  # at each step: all processes agree on a later one
         due_save = timer_due or number % self.config.checkpoint.every_steps == 0
         evaluations = []
         if number == self.planned.last_step_here or not stopping:
@@ -380,7 +382,7 @@ class Loop:
                 observed = self.observe(observers, number, figures | measured)
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
-        # After a spike the run goes back.
+        # The step is judged by now. After a spike the run goes back, and saves nothing before.
         if (due_save or ends_here or self.end_reason) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
@@ -529,7 +531,7 @@ class Loop:
 
     def wrong_device(self, wrong: dict) -> int:
         """A device computes wrongly: the agent, or the person who started this run, can exclude
-        it."""
+        it. The decision to go back is on disk, and the next start follows it."""
         line = (
             f"error: {wrong['seen']}. Exclude it and repeat the command: it continues from step"
             f" {wrong['step']}"
@@ -538,9 +540,8 @@ class Loop:
 
     def go_back(self, number: int) -> int | None:
         """After a spike: records the rollback. Returns None to start over from there, or an exit
-        code if the run must end.
-
-        After a signal that code is 75, and nothing is saved: the next start goes back.
+        code: 3 if the run may not go back again, 75 if a signal has come; then the next start goes
+        back.
         """
         self.pace.at("end", number)
         saved = self.store.wait_for_saved_steps()
