@@ -159,7 +159,7 @@ class Writer:
         self._writes = is_writer()
         if not self._writes:
             return
-        # A start from step 0 writes a line for that again.
+        # A start from step 0 may have a line of step 0, and writes it again.
         dropped = truncate_after(self.path, restored_step or -1) if self.path.exists() else 0
         self._file = self.path.open("ab", buffering=0)
         if dropped:

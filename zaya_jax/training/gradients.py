@@ -120,13 +120,11 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
     if experts and experts.keys() <= ways.keys():
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
         return places, {path: ways[path].share_of_layer for path in experts}
-    return (
-        jax.tree.map(
-            lambda w: jax.new_ref(jnp.zeros(w.shape) if add else tiles.empty(w.shape, jnp.float32)),
-            experts,
-        ),
-        {},
-    )
+
+    def place(w: jax.Array) -> jax.Ref:
+        return jax.new_ref(jnp.zeros(w.shape) if add else tiles.empty(w.shape, jnp.float32))
+
+    return jax.tree.map(place, experts), {}
 
 
 def _pair(experts: dict) -> Any:

@@ -18,7 +18,7 @@ from zaya_jax.training import recipe
 
 
 class Tiles(NamedTuple):
-    """The tiles of this process's kernels, by name, and a line about them; of a CPU none."""
+    """The tiles of this process's kernels, by name, and a line about them; empty on a CPU."""
 
     kernels: dict[str, Any]
     summary: str
@@ -27,7 +27,8 @@ class Tiles(NamedTuple):
 def choose_tiles(config: Config, device: jax.Device, collective: bool = False) -> Tiles:
     """Chooses and installs the tiles that this process's programs have from now on.
 
-    `collective`: all processes call this, for one program.
+    With `collective` all processes call this together and take the tiles of process 0, since they
+    compile one program.
     """
     target = chip.chip_of(device)
     if target.maker not in ("cuda", "rocm"):

@@ -1,4 +1,4 @@
-"""Words the lines that a run prints about itself, and records its environment."""
+"""The lines that a run prints about itself, in words, and the record of its environment."""
 
 import itertools
 import math
