@@ -1,6 +1,9 @@
 """Chips' peaks, and what joins them in a cluster; chips that are not here call themselves as real
 ones do."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +17,7 @@ from refusals import check_refused
 from pallas_kernels import chip
 from zaya_jax.compiled import buffers, launches
 from zaya_jax.config import Precision
-from zaya_jax.hardware import clusters, targets
+from zaya_jax.hardware import clusters, sizing, targets
 from zaya_jax.hardware.chips import peak_flops
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
@@ -103,6 +106,60 @@ def test_an_absent_chip_is_compiled_for_as_a_real_one(name, kind, capability, mo
     assert program.flops == 2 * 256 * 1024 * 256
     assert program.bytes >= 2 * (256 * 1024 + 1024 * 256 + 256 * 256)
     assert memory.arguments == 2 * (256 * 1024 + 1024 * 256)
+
+
+def test_a_compiler_takes_what_makes_a_collective_wait():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    for _, option, value in sizing.CAUTIOUS:
+        lowered.compile(compiler_options={option: value})
+
+
+WAITING = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zaya_jax.compiled import buffers
+from zaya_jax.hardware import sizing, targets
+
+mesh = Mesh(np.array(targets.devices(sys.argv[1], 4)), ("x",))
+weights, rows = PartitionSpec(None, "x"), PartitionSpec("x")
+
+def gradient(w, x):
+    def layer(h, w):
+        whole = jax.lax.all_gather(w, "x", axis=0, tiled=True)
+        shifts = [[(i, (i + by) % 4) for i in range(4)] for by in (1, 3)]
+        return jnp.tanh(h @ whole) + sum(jax.lax.ppermute(h, "x", to) for to in shifts), None
+
+    return jax.grad(lambda w: jax.lax.scan(layer, x, w)[0].sum())(w)
+
+like = [
+    jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    for shape, spec in (((6, 256, 256), weights), ((512, 256), rows))
+]
+step = jax.shard_map(
+    gradient, mesh=mesh, in_specs=(weights, rows), out_specs=weights, check_vma=False
+)
+lowered = jax.jit(step).lower(*like)
+no_pass = {"xla_disable_hlo_passes": "no-such-pass"}  # is accepted too
+options = [{}, no_pass, *({option: value} for _, option, value in sizing.CAUTIOUS)]
+with buffers.uncached():
+    programs = [lowered.compile(compiler_options=x).as_text() for x in options]
+print([programs.index(x) for x in programs])
+"""
+
+
+@absent
+@pytest.mark.parametrize("name", [pytest.param("mi300x", marks=pytest.mark.slow), "h200"])
+def test_each_option_that_makes_a_collective_wait_changes_a_program(name):
+    """In a process of its own, which begins with a run's flags."""
+    environ = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-c", WAITING, name]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split("\n")[-2] == "[0, 0, 2, 3, 4, 5]", done.stderr
 
 
 def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -111,7 +111,7 @@ def run_small_model(
 ) -> dict[str, np.ndarray]:
     """Returns what is compared, of the small step on this mesh; all processes together.
 
-    `options` are compiler flags in the place of those that are set.
+    `options` are the compiler's, in the place of those that are set.
     """
     small = small_config(config)
     spread = spread_of(small.mesh, mesh.shape)
@@ -246,23 +246,45 @@ def _record(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -
     return host.cache_folder() / "steps" / name
 
 
+class Attempt(NamedTuple):
+    """The step with one thing left out."""
+
+    without: str
+    config: Config
+    mesh: Mesh
+    options: dict[str, Any] | None  # of the compiler, beside those that are set
+    advice: str  # if the step is right then
+
+
 def _diagnose(config: Config, mesh: Mesh, micro_batches: int, target: chip.Chip) -> str:
     """What the fault lies in, and what to do about it, found by leaving out one thing at a time."""
-    for changed, changed_mesh, options, advice in _attempts(config, mesh, target):
-        with contextlib.suppress(*NOT_TRIED):
-            results = run_small_model(changed, changed_mesh, micro_batches, options)
-            if not differences(changed, results, target):
-                return advice
-    return (
-        "Neither a kernel of ours nor a compiler flag explains it: XLA or the driver does. Try"
-        " another version of them; --config.guard.try_step=never trains nevertheless"
-    )
+    wrong, not_tried = [], []
+    for attempt in _attempts(config, mesh, target):
+        try:
+            results = run_small_model(attempt.config, attempt.mesh, micro_batches, attempt.options)
+        except NOT_TRIED as error:
+            not_tried.append(f"{attempt.without} ({config_lib.first_line(error)})")
+            continue
+        if not differences(attempt.config, results, target):
+            found = f"It is right without {attempt.without}: {attempt.advice}"
+            break
+        wrong.append(attempt.without)
+    else:
+        if jax.process_count() > 1:
+            not_tried.append("an exchange between devices (only a start of one process can)")
+        found = "There is nothing else to leave out"
+        if wrong:
+            found = f"It stays wrong without {', and without '.join(wrong)}"
+        found += (
+            ". XLA or the driver is at fault, or a compiler flag that is not tried. Try another"
+            " version of them; --config.guard.try_step=never trains nevertheless"
+        )
+    if not_tried:
+        found = f"What could not be tried: without {'; without '.join(not_tried)}. {found}"
+    return found
 
 
-def _attempts(
-    config: Config, mesh: Mesh, target: chip.Chip
-) -> Iterator[tuple[Config, Mesh, dict[str, Any] | None, str]]:
-    """(config, mesh, compiler flags, the advice if the step is right with these)."""
+def _attempts(config: Config, mesh: Mesh, target: chip.Chip) -> Iterator[Attempt]:
     kernels = target.kernels if target.maker in sizing.PLATFORMS else ()
     groups: list[tuple[str, ...]] = [(name,) for name in kernels]
     if len(kernels) > 1:
@@ -270,23 +292,17 @@ def _attempts(
     for names in groups:
         rest = tuple(name for name in kernels if name not in names) or ("none",)
         option = f'"{rest}"' if len(rest) > 1 else rest[0]
-        advice = (
-            f"It is right without our kernels of {', '.join(names)}: repeat the command with"
-            f" --config.kernels={option}"
-        )
-        yield dataclasses.replace(config, kernels=rest), mesh, None, advice
+        changed = dataclasses.replace(config, kernels=rest)
+        advice = f"repeat the command with --config.kernels={option}"
+        yield Attempt(f"our kernels of {', '.join(names)}", changed, mesh, None, advice)
     if mesh.size == 1:
         return
-    for flag, value in sizing.CAUTIOUS.items():
-        advice = (
-            f"It is right without the compiler's {flag}: repeat the command with"
-            f' XLA_FLAGS="$XLA_FLAGS --{flag}={value}"'
-        )
-        yield config, mesh, {flag: value}, advice
+    for without, option, value in sizing.CAUTIOUS:
+        # XLA_FLAGS has `false` where a program's own option has False
+        advice = f'repeat the command with XLA_FLAGS="$XLA_FLAGS --{option}={str(value).lower()}"'
+        yield Attempt(f"the compiler's {without}", config, mesh, {option: value}, advice)
     if jax.process_count() == 1:
         alone = dataclasses.replace(config, mesh=config_lib.Mesh())
-        advice = (
-            "It is right on one device: the exchange between devices is wrong. Check their links,"
-            " or take fewer devices or another config.mesh"
-        )
-        yield alone, meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]]), None, advice
+        one = meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]])
+        advice = "check their links, or take fewer devices or another config.mesh"
+        yield Attempt("an exchange between devices", alone, one, None, advice)
