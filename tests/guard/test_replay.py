@@ -18,7 +18,7 @@ from zaya_jax import cli, config, schedule
 from zaya_jax.config import files
 from zaya_jax.guard import first_step, replay
 from zaya_jax.guard.replay import Replay
-from zaya_jax.hardware import sizing
+from zaya_jax.hardware import host, sizing
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -276,21 +276,31 @@ def test_a_swapped_format_is_no_kernels_fault(monkeypatch):
     assert not said
 
 
-def test_what_could_not_be_tried_is_said(monkeypatch, expected):
-    """By the CPU's own compiler, which refuses an option; the step's other numbers are stored."""
-    right = first_step.run_small_model
+def test_a_swapped_flag_is_named(monkeypatch):
+    """The real compiler, told to take sums in any order, and gradients that pass through one."""
+    options, made, scatter = host.compiler_options, steps.make_train_step, jax.lax.psum_scatter
 
-    def compiled(of, mesh, micro_batches, options=None):
-        jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
-        spoilt = {} if mesh.size == 1 else {"loss": np.full(1, np.nan)}
-        return right(of, mesh, micro_batches, options) | spoilt
+    def swapped(*args):
+        with monkeypatch.context() as patch:
+            fast = {"xla_cpu_enable_fast_math": True}
+            patch.setattr(host, "compiler_options", lambda target: options(target) | fast)
+            return made(*args)
 
-    monkeypatch.setattr(first_step, "run_small_model", compiled)
-    monkeypatch.setattr(sizing, "CAUTIOUS", (("other schedule", "xla_no_such_option", False),))
-    line, _ = tried(given(), 4)
+    monkeypatch.setattr(steps, "make_train_step", swapped)
+    monkeypatch.setattr(
+        jax.lax,
+        "psum_scatter",
+        lambda x, *args, **kwargs: scatter(x + ((x + 1e30) - 1e30), *args, **kwargs),
+    )
+    unknown = ("other schedule", "xla_no_such_option", False)
+    order = ("order of sums", "xla_cpu_enable_fast_math", False)
+    monkeypatch.setattr(sizing, "CAUTIOUS", (unknown, order))
+    line, _ = tried(given(optim={"name": "adamw"}), 2)
+    assert " by 1 of it, at most " in line
     assert "What could not be tried: without the compiler's other schedule (" in line
     assert "No such compile option: 'xla_no_such_option')" in line
-    assert "It is right without an exchange between devices" in line
+    assert "It is right without the compiler's order of sums: repeat" in line
+    assert line.endswith('XLA_FLAGS="$XLA_FLAGS --xla_cpu_enable_fast_math=false"')
 
 
 def test_all_that_was_left_out_in_vain_is_said(monkeypatch, expected):
