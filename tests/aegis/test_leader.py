@@ -135,7 +135,7 @@ def test_the_last_save_of_a_start_counts(leader, tmp_path, end):
     assert leader.decider._failures == (end != "exit")  # since it; asked for is no failure
 
 
-def test_progress_is_looked_for_now_and_then_and_a_disk_that_hangs_is_asked_once(
+def test_progress_is_looked_for_now_and_then_and_a_slow_disk_is_asked_once_at_a_time(
     leader, monkeypatch
 ):
     listed = mock.Mock(side_effect=[[10], OSError, [20]])
@@ -143,12 +143,14 @@ def test_progress_is_looked_for_now_and_then_and_a_disk_that_hangs_is_asked_once
     for now, newest in ((1.0, -1), (11.0, 10), (22.0, 10), (33.0, 20)):
         leader.poll(now)
         assert leader.decider.newest_checkpoint == newest
-    hangs = mock.Mock(side_effect=lambda folder: time.sleep(1.5) or [30])
-    monkeypatch.setattr(leader_module.folders, "steps_in", hangs)
-    for now in (44.0, 55.0, 66.0):
+    slow = mock.Mock(side_effect=lambda folder: time.sleep(1.5) or [30])
+    monkeypatch.setattr(leader_module.folders, "steps_in", slow)
+    for now in (44.0, 55.0):
         leader.poll(now)
-    time.sleep(1)  # its answer is of another time
-    assert leader.decider.newest_checkpoint == 20 and hangs.call_count == 1
+    assert leader.decider.newest_checkpoint == 20 and slow.call_count == 1
+    time.sleep(1)
+    leader.poll(66.0)  # what came late counts
+    assert leader.decider.newest_checkpoint == 30
 
 
 @pytest.mark.parametrize(("patience", "state"), [(30.0, "running"), (6.0, "dumping")])

@@ -14,7 +14,6 @@
 
 import contextlib
 import itertools
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +91,8 @@ class Leader:
         # The stacks of a start that hangs
         self._hung_process = -1
         self._stacks: dict[int, tuple[str, str]] = {}  # how they were had, and the line
+        # Checkpoints
+        self._newest, self._looks = -1, False
         self._look_for_checkpoint(5, now)  # from which the first start begins
 
     def agent_connected(self, node: int, host: str, address: str, now: float) -> None:
@@ -256,19 +257,18 @@ class Leader:
             self._keeper.add(events.RunEvent("spent", time.time(), **fields))
 
     def _look_for_checkpoint(self, seconds: float, now: float) -> None:
-        """Says which checkpoint is the newest; nothing where the disk fails, or hangs."""
-        newest: list[int] = []
+        """Says which checkpoint is the newest, as far as the disk has answered: what it answers later
+        counts at the next look."""
+        self._looked_at = now
+        if not self._looks:  # a disk that hangs keeps one thread
+            self._looks = True
+            leaving.within(seconds, self._list_checkpoints)
+        self.take(facts.CheckpointSeen(self._newest), now)
 
-        def look() -> None:
-            with contextlib.suppress(OSError):
-                newest.append(
-                    max(folders.steps_in(self._options.workdir / "checkpoints"), default=-1)
-                )
-
-        # A disk that hangs is asked again only before an end: each time it keeps a thread.
-        self._looked_at = now if leaving.within(seconds, look) else math.inf
-        if newest:
-            self.take(facts.CheckpointSeen(newest[0]), now)
+    def _list_checkpoints(self) -> None:
+        with contextlib.suppress(OSError):
+            self._newest = max(folders.steps_in(self._options.workdir / "checkpoints"), default=-1)
+        self._looks = False
 
 
 def _last_start(workdir: Path) -> int:
