@@ -63,6 +63,9 @@ class Run:
 
     def wait_for_ends(self, count):
         until(lambda: len(self.ends) >= count, 30)
+        for one in self.lifelines:
+            if one._thread.ident is None:  # it never called
+                one._close()
         return self.ends
 
 

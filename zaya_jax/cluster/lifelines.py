@@ -87,15 +87,19 @@ class Lifelines:
         """Returns on every process when all have called; all leave if some did not within
         `seconds`. LostProcess and UserError are of process 0: no answer, or a refusal."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
-        if self.index == 0:
-            _, port = split_address(self._rank.coordinator)
-            hint = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
-            self._hub.listen(port, "the coordinator's", hint)
-        else:
-            count = str(self._rank.count)
-            connection = connect(self._rank.coordinator, self.index, count, seconds)
-            self._connections[0] = connection
-            self._hub.register(connection)
+        try:
+            if self.index == 0:
+                _, port = split_address(self._rank.coordinator)
+                hint = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
+                self._hub.listen(port, "the coordinator's", hint)
+            else:
+                count = str(self._rank.count)
+                connection = connect(self._rank.coordinator, self.index, count, seconds)
+                self._connections[0] = connection
+                self._hub.register(connection)
+        except BaseException:  # the thread that would do so never begins
+            self._close()
+            raise
         self._thread.start()
         self._decided.wait()
 
@@ -130,10 +134,13 @@ class Lifelines:
         except Exception as error:  # a run never goes on without its lifelines
             self._end(self._found_out(FAILED, f"lifelines: {type(error).__name__}: {error}"))
         finally:
-            for key in list(self._selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-            self._main.close()
+            self._close()
             self._decided.set()
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._main.close()
 
     def _poll(self, patience: float) -> None:
         begun = time.monotonic()
