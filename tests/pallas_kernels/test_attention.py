@@ -162,7 +162,7 @@ def test_gradients_of_parts_add_up(window, implementation):
 
 @EACH
 def test_bfloat16_accumulates_in_float32(implementation):
-    compare(50, 50, dtype=jnp.bfloat16, tolerance=0.04)
+    compare(50, 50, dtype=jnp.bfloat16, tolerance=0.01)
 
 
 def test_one_new_query_against_a_cache():
