@@ -108,3 +108,8 @@ def checked(source: str) -> str:
     assert "nan" not in "".join(re.findall(r' (?:points|d|x|y|cx|cy)="[^"]*"', source)).lower()
     assert len(source.encode(errors="replace")) < 1_000_000
     return "".join(checker.text)
+
+
+def figure(source: str, title: str) -> str:
+    """The picture with this caption."""
+    return source[source.index(f"<figcaption>{title}<") :].split("</figure>")[0]
