@@ -44,28 +44,26 @@ def test_an_unknown_chip_or_slower_card_has_no_peak(kind):
     assert peak_flops(kind, Precision()) is None
 
 
-def test_a_group_gets_the_cards_of_its_devices_in_a_node():
-    assert CLUSTER.bandwidth([0, 3, 7]) == CLUSTER.inside
-    assert CLUSTER.bandwidth([0, 8, 16]) == CLUSTER.card
-    assert CLUSTER.bandwidth([0, 1, 8, 9]) == 2 * CLUSTER.card
-    assert CLUSTER.bandwidth([0, 1, 2, 8]) == CLUSTER.card  # the fewest of a node
-    assert CLUSTER.bandwidth(list(range(16))) == min(CLUSTER.inside, 8 * CLUSTER.card)
+INSIDE, CARD = CLUSTER.inside, CLUSTER.card
 
 
-def test_nodes_are_alike():
-    """Of 12 devices two with six, as they are compiled for: no group of eight in one node."""
-    twelve = CLUSTER.of_devices(12)
-    assert [CLUSTER.of_devices(count).node for count in (1, 7, 12, 14, 24, 1024)] == [
-        1,
-        7,
-        6,
-        7,
-        8,
-        8,
-    ]
-    assert twelve.bandwidth(list(range(6))) == CLUSTER.inside
-    assert twelve.bandwidth([5, 6]) == CLUSTER.card
-    assert twelve.bandwidth(list(range(12))) == 6 * CLUSTER.card
+@pytest.mark.parametrize(
+    ("devices", "node", "rates"),
+    [
+        (1, 1, {(0,): INSIDE}),
+        (7, 7, {(0, 6): INSIDE}),
+        (12, 6, {(0, 1, 2, 3, 4, 5): INSIDE, (5, 6): CARD, tuple(range(12)): 6 * CARD}),
+        (14, 7, {(6, 7): CARD}),
+        (24, 8, {(7, 8): CARD}),
+        (1024, 8, {(0, 3, 7): INSIDE, (0, 8, 16): CARD, (0, 1, 8, 9): 2 * CARD}),
+        (1024, 8, {(0, 1, 2, 8): CARD, tuple(range(16)): min(INSIDE, 8 * CARD)}),
+    ],
+)
+def test_nodes_are_alike_and_a_group_gets_the_cards_of_its_fewest_in_one(devices, node, rates):
+    """12 devices are two nodes of six, as they are compiled for: no group of eight in one node."""
+    cluster = CLUSTER.of_devices(devices)
+    assert cluster.node == node
+    assert {group: cluster.bandwidth(group) for group in rates} == rates
 
 
 absent = pytest.mark.skipif(

@@ -39,28 +39,6 @@ def changed(**keys):
     return config.check(raw)
 
 
-def by_rule(found):
-    return {f.rule: f for f in found}
-
-
-def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
-    """Of its run on 1,024 of them one sequence at a time on each would not be."""
-    whole = read("zaya1_base")
-    assert "tokens per expert" not in by_rule(sizing.advise(whole, "mi300x", 1024))
-    one_at_a_time = dataclasses.replace(
-        whole, data=dataclasses.replace(whole.data, micro_batch=1024)
-    )
-    found = sizing.advise(one_at_a_time, "mi300x", 1024)
-    assert not [f for f in found if f.key.startswith("model.")]
-    experts = by_rule(found)["tokens per expert"]
-    # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
-    assert (
-        "256 tokens per expert" in experts.reason
-        and "of 302 " in experts.reason
-        and experts.better == 2048
-    )
-
-
 @pytest.mark.parametrize("chip", ["mi300x", "h200"])
 @pytest.mark.parametrize(
     ("key", "value", "better", "rule"),
@@ -72,35 +50,101 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     ],
 )
 def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, better, rule):
-    given = changed(**{f"model__{key}": value})
-    found = next(
-        f for f in sizing.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule
-    )
-    assert (found.value, found.better) == (value, better)
-    assert str(found).startswith(f"sizing: model.{key}={value:,}: ")
-    mended = changed(**{f"model__{key}": better})
-    assert not [
-        f for f in sizing.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule
-    ]
+    for size, expected in ((value, [(f"model.{key}", value, better)]), (better, [])):
+        found = sizing.advise(changed(**{f"model__{key}": size}), chip, 8)
+        assert [(f.key, f.value, f.better) for f in found if f.rule == rule] == expected
 
 
-def test_a_run_on_the_path_gets_no_advice():
-    for name, at_once in (("h200", 32), ("mi300x", 64)):
-        assert sizing.advise(changed(data__micro_batch=at_once), name, 8) == []
+def grouped(m, rate):
+    """The experts' product with m rows each, at this rate."""
+    shape = ProductShape("grouped forward", "", m, 2048, 2048, 16)
+    seconds = Timing(shape.flops / rate, 1e-9, 1e3, 5)
+    return Product(**dataclasses.asdict(shape), dtype="bfloat16", seconds=seconds)
 
 
-def test_measured_figures_take_the_place_of_published_ones():
-    def grouped(m, rate):
-        shape = ("grouped forward", "", m, 2048, 2048, 16)
-        return Product(*shape, "bfloat16", Timing(ProductShape(*shape).flops / rate, 1e-9, 1e3, 5))
+PRODUCTS = (grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14))
+KNEE = figures_of(device="AMD Instinct MI300X", platform="rocm", products=PRODUCTS)
+ZAYA1 = read("zaya1_base")
+ZAYA1_ONE_AT_ONCE = dataclasses.replace(
+    ZAYA1, data=dataclasses.replace(ZAYA1.data, micro_batch=1024)
+)
+# its two devices a sequence reach each other over one of seven links
+FABRIC = (
+    "sizing: schedule.phases[2].mesh.context=2: a part of a node: 14% of the rate that all 8 devices"
+    " reach [{}]"
+)
+LINKS = FABRIC.format("ZAYA1 on MI300X, arXiv:2511.17127: n devices have n - 1 links")
+# 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured
+ROWS = (
+    "sizing: data.micro_batch={}: {} tokens per expert and device, of {} that hide the reading of"
+    " its weights{} [{}]"
+)
+PRODUCT = (
+    "sizing: data.micro_batch={}: a product of {} GFLOP for gate and up, of 200 that come near the"
+    " chip's rate{} [ZAYA1 on MI300X, arXiv:2511.17127: some 200 GFLOP reach the peak]"
+)
+PEAK = "peak over memory bandwidth"
 
-    products = (grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14))
-    slow = figures_of(device="AMD Instinct MI300X", platform="rocm", products=products)
-    found = by_rule(sizing.advise(changed(), "mi300x", 8, slow))["tokens per expert"]
-    assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
-    assert found.source == "measured, 2026-11-22" and found.better == 64
-    for other in (figures_of(products=products), dataclasses.replace(slow, device="NVIDIA H200")):
-        assert "tokens per expert" not in by_rule(sizing.advise(changed(), "mi300x", 8, other))
+
+@pytest.mark.parametrize(
+    ("given", "chip", "devices", "figures", "expected"),
+    [
+        (ZAYA1, "mi300x", 1024, None, [LINKS]),
+        (ZAYA1, "h200", 1024, None, []),
+        (
+            ZAYA1,
+            "h200",
+            1024,
+            dataclasses.replace(SLOW, device="NVIDIA H200"),
+            [FABRIC.format("measured, 2026-11-22")],
+        ),
+        (
+            ZAYA1_ONE_AT_ONCE,
+            "mi300x",
+            1024,
+            None,
+            [
+                PRODUCT.format("1,024", "69", "; 4,096 would do"),
+                ROWS.format("1,024", "256", "302", "; 2,048 would do", PEAK),
+                LINKS,
+            ],
+        ),
+        (
+            changed(mesh__context=2, mesh__across=True),
+            "mi300x",
+            1024,
+            None,
+            [
+                PRODUCT.format("32", "2.1", ", or fewer devices"),
+                ROWS.format("32", "8", "302", ", or fewer devices", PEAK),
+            ],
+        ),
+        (
+            changed(data__micro_batch=8),
+            "mi300x",
+            8,
+            None,
+            [
+                PRODUCT.format("8", "69", "; 32 would do"),
+                ROWS.format("8", "256", "302", "; 16 would do", PEAK),
+            ],
+        ),
+        (changed(data__micro_batch=64), "mi300x", 8, None, []),
+        (changed(), "h200", 8, None, []),
+        (
+            changed(),
+            "mi300x",
+            8,
+            KNEE,
+            [ROWS.format("32", "1,024", "2,048", "; 64 would do", "measured, 2026-11-22")],
+        ),
+        # of another chip
+        (changed(), "mi300x", 8, dataclasses.replace(KNEE, device="cpu"), []),
+        (changed(), "mi300x", 8, dataclasses.replace(KNEE, device="NVIDIA H200"), []),
+    ],
+)
+def test_advice_by_published_and_by_measured_figures(given, chip, devices, figures, expected):
+    assert [str(advice) for advice in sizing.advise(given, chip, devices, figures)] == expected
 
 
 def test_a_run_gets_advice_where_its_chip_is_known():
@@ -187,27 +231,6 @@ def test_a_program_has_the_flags_that_follow(tmp_path, monkeypatch):
     assert words[0] == "all_gather_combine_threshold_bytes=5" and "enable_command_buffer=" in words
 
 
-def test_a_part_of_a_node_loses_links(tmp_path):
-    """ZAYA1's two devices a sequence reach each other over one of seven links."""
-    found = by_rule(sizing.advise(read("zaya1_base"), "mi300x", 1024))["fabric"]
-    assert found.key == "schedule.phases[2].mesh.context" and found.value == 2
-    assert found.reason == "a part of a node: 14% of the rate that all 8 devices reach"
-    assert "fabric" not in by_rule(sizing.advise(read("zaya1_base"), "h200", 1024))
-    across = changed(mesh__context=2, mesh__across=True)
-    assert "fabric" not in by_rule(sizing.advise(across, "mi300x", 1024))
-    slow = dataclasses.replace(SLOW, device="NVIDIA H200")
-    found = by_rule(sizing.advise(read("zaya1_base"), "h200", 1024, slow))["fabric"]
-    assert found.source == "measured, 2026-11-22" and "14%" in found.reason
-
-
-def test_small_products_are_named():
-    """A device with one sequence of 4,096 tokens multiplies 69 GFLOP, the published limit is 200."""
-    given = changed(data__micro_batch=8)
-    found = by_rule(sizing.advise(given, "mi300x", 8))["product"]
-    assert "69 GFLOP" in found.reason and "of 200 " in found.reason and found.better == 32
-    assert "product" not in by_rule(sizing.advise(given, "h200", 8))  # nothing is published
-
-
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
 # Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one
 # that touched a device before its options were read would say so. Then prints the compiler's flags.
@@ -273,19 +296,22 @@ def test_the_memory_s_share_is_the_user_s_under_either_name(name, monkeypatch):
     assert sizing.memory_share(empty) == options["memory_fraction"] == sizing.MEMORY_SHARE
 
 
-def test_the_platform_is_what_jax_will_choose(monkeypatch):
-    class Plugin:
-        name = "xla_rocm7"
-
-    monkeypatch.setattr(sizing, "entry_points", lambda group: [Plugin])
-    assert sizing.platform({}) == "rocm"
-    assert sizing.platform({"JAX_PLATFORMS": "gpu"}) == "rocm"
-    assert sizing.platform({"JAX_PLATFORMS": "cuda,cpu"}) == "cuda"
-    assert sizing.platform({"JAX_PLATFORMS": "cpu"}) is None
-    monkeypatch.setattr(sizing, "entry_points", lambda group: [])
-    environ: dict[str, str] = {}
+@pytest.mark.parametrize(
+    ("plugins", "environ", "expected"),
+    [
+        (["xla_rocm7"], {}, "rocm"),
+        (["xla_rocm7"], {"JAX_PLATFORMS": "gpu"}, "rocm"),
+        (["xla_rocm7"], {"JAX_PLATFORMS": "cuda,cpu"}, "cuda"),
+        (["xla_rocm7"], {"JAX_PLATFORMS": "cpu"}, None),
+        ([], {}, None),
+    ],
+)
+def test_the_platform_is_what_jax_will_choose(plugins, environ, expected, monkeypatch):
+    found = [SimpleNamespace(name=name) for name in plugins]
+    monkeypatch.setattr(sizing, "entry_points", lambda group: found)
+    assert sizing.platform(environ) == expected
     sizing.set_for_platform(environ=environ)
-    assert sizing.platform({}) is None and environ == {}
+    assert ("XLA_FLAGS" in environ) == (expected is not None)
 
 
 @pytest.mark.parametrize(
