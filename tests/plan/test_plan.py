@@ -2,6 +2,7 @@
 what compiled programs take."""
 
 import argparse
+import collections
 import dataclasses
 import json
 import math
@@ -80,25 +81,21 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
 
 
 def test_remat_trades_memory_for_work():
-    cases = [case(8, remat=remat) for remat in page.REMATS]
+    cases = [case(8, remat=remat) for remat in ("none", "elementwise", "attention", "layer")]
+    none, elementwise, attention, layer = map(flops, cases)
+    assert none == elementwise < attention < layer  # "elementwise" repeats no product
     kept = [footprint.estimate(c).moments["backward"]["activations"] for c in cases]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
-    work = [flops(c) for c in cases]
-    assert work == sorted(work) and len(set(work)) == 3
-    assert work[0] == work[1]  # "elementwise" repeats no product
+    assert kept == sorted(set(kept), reverse=True)
 
 
 def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number():
     found = case(1024, model__num_hidden_layers=40)
-    by_kind: dict[str, float] = {}
+    sent: collections.Counter[str] = collections.Counter()
     for flow in network.flows(found):
-        by_kind[flow.kind] = by_kind.get(flow.kind, 0.0) + flow.wire
-    weights = sum(found.numel.values())
-    muon = found.muon_numel
-    assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
-    assert by_kind["all-gather"] == pytest.approx(
-        (2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01
-    )
+        sent[flow.kind] += flow.wire * 1024 / 1023
+    weights, muon = sum(found.numel.values()), found.muon_numel
+    assert sent["reduce-scatter"] == pytest.approx(4 * weights, rel=0.01)
+    assert sent["all-gather"] == pytest.approx(2 * muon + 4 * (weights - muon), rel=0.01)
     assert not network.flows(case(1))
 
 
@@ -106,8 +103,7 @@ def test_each_second_of_a_step_is_accounted_for():
     found = step_time.estimate(case(1024), CLUSTER, RATES)
     assert sum(found.by_kind.values()) == pytest.approx(found.seconds, rel=0.02)
     assert found.seconds == sum(found.by_scope.values()) > found.flops / found.peak
-    for name, exposed in found.exposed.items():
-        assert 0 <= exposed <= found.links[name]
+    assert all(0 <= found.exposed[name] <= took for name, took in found.links.items())
 
 
 def test_the_range_has_each_assumption_at_its_ends():
@@ -122,43 +118,40 @@ def test_the_range_has_each_assumption_at_its_ends():
         "launch",
         "all",
     }
-    assert all(low < likely < high for low, high in between.values())
-    assert min(low for low, _ in between.values()) == between["all"][0]
-    assert max(high for _, high in between.values()) == between["all"][1]
+    low, high = zip(*between.values(), strict=True)
+    assert max(low) < likely < min(high)
+    assert between["all"] == (min(low), max(high))
 
 
-def test_the_best_interval_is_the_one_that_loses_least():
-    for save, mtbf in ((1.0, 1e5), (30.0, 3600.0)):
-        best = goodput.best_interval(save, mtbf)
-        shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
-        assert shares[1] == max(shares) < 1
-        assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=0.1)
-    # Without failures goodput is what saves leave.
+@pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])
+def test_the_best_interval_is_the_one_that_loses_least(save, mtbf):
+    best = goodput.best_interval(save, mtbf)
+    shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
+    assert shares[1] == max(shares) < 1
+    assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=0.1)
+
+
+def test_without_failures_goodput_is_what_saves_leave():
     assert goodput.share(99.0, 1.0, 0.0, 1e12) == pytest.approx(0.99, rel=1e-6)
-    assert goodput.best_interval(10.0, 4.0) == 4.0
+    assert goodput.best_interval(10.0, 4.0) == 4.0  # where a save takes twice the time between
 
 
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     monkeypatch.setattr(page, "SIZES", (1, 2))
     config = case(8).config
-    for tried in page.candidates(config, 8, 8, "mi300x"):  # no case that a run would refuse
-        assert tried.model.num_attention_heads % tried.spread.tensor == 0
-        assert (
-            tried.sequences
-            == tried.sequences_per_device
-            * tried.micro_batches
-            * tried.spread.data
-            * tried.spread.expert
-        )
-        assert math.prod(tried.axes.values()) == 8
+    tried = list(page.candidates(config, 8, 8, "mi300x"))
+    for c in tried:  # no case that a run would refuse
+        assert c.model.num_attention_heads % c.spread.tensor == 0
+        rows = c.sequences_per_device * c.micro_batches * c.spread.data * c.spread.expert
+        assert (c.devices, c.sequences) == (8, rows)
     found = page.fastest(config, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
-    needs = [footprint.estimate(c).peak for c in page.candidates(config, 8, 8, "mi300x")]
-    limit = int((found[0].memory.peak + min(needs)) / 2)
+    least = min(footprint.estimate(c).peak for c in tried)
+    limit = int((found[0].memory.peak + least) / 2)
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: limit)
     fitting = page.fastest(config, 8, 8, CLUSTER, RATES)
-    assert fitting and all(choice.memory.peak <= limit for choice in fitting)
+    assert max(choice.memory.peak for choice in fitting) <= limit
     assert fitting[0].step.seconds >= times[0]
     monkeypatch.setattr(targets, "memory_for_jax", lambda name: 1)
     assert page.fastest(config, 8, 8, CLUSTER, RATES) == []
@@ -176,9 +169,8 @@ MEASURED = figures_of(
 def test_measured_figures_take_the_place_of_assumptions(tmp_path):
     (tmp_path / "all.json").write_text(measured.to_json(MEASURED))
     found = rates.for_cluster(CLUSTER, tmp_path)
-    assert found.products.value == pytest.approx(2e14 / 1307.4e12)
-    assert found.memory.value == pytest.approx(4e12 / 5.3e12)
-    assert found.intra_node.value == pytest.approx(2e11 * 7 / 8 / 448e9)
+    shares = [found.products.value, found.memory.value, found.intra_node.value]
+    assert shares == pytest.approx([2e14 / 1307.4e12, 4e12 / 5.3e12, 2e11 * 7 / 8 / 448e9])
     assert found.inter_node == RATES.inter_node and "measured" in found.memory.source
 
 
@@ -202,23 +194,17 @@ def test_context_across_nodes_uses_the_cards():
 # ##################################################################################################
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def plan(*options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.plan", *options],
-        cwd=ROOT,
+def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
+    few = ("--config.model.num_hidden_layers=2", "--config.run.num_steps=99")
+    few += ("--config.model.layer=zaya_jax.model.layer:Layer", "--config.run.beta=0.3")
+    command = [sys.executable, "-m", "experiments.plan", "--devices=16", "--at_once=1"]
+    done = subprocess.run(
+        [*command, f"--out={tmp_path}", *few],
+        cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
-    few = ("--config.model.num_hidden_layers=2", "--config.run.num_steps=99")
-    few += ("--config.model.layer=zaya_jax.model.layer:Layer", "--config.run.beta=0.3")
-    done = plan("--devices=16", "--at_once=1", f"--out={tmp_path}", *few)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [p["name"] for p in found["phases"]] == ["pretrain 1", "pretrain 2", "midtrain", "sft"]
@@ -230,10 +216,14 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
         assert p["days"] == pytest.approx(seconds / 86_400 / p["saving"]["goodput"], rel=ramp)
         assert p["gpu_hours"] == pytest.approx(p["days"] * 24 * 16)
     text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
-    assert "Where the step goes" in text and text in done.stdout
-    assert "is of all 838,044 steps; config.run.num_steps=99 ends the run before" in text
-    assert "which zaya_jax.model.layer:Layer may cost more than" in text
-    assert "config.run.beta=0.3 has no effect: run.preference is none" in text
+    for words in (
+        "Where the step goes",
+        "is of all 838,044 steps; config.run.num_steps=99 ends the run before",
+        "which zaya_jax.model.layer:Layer may cost more than",
+        "config.run.beta=0.3 has no effect: run.preference is none",
+    ):
+        assert words in text, words
+    assert text in done.stdout
     assert "What is assumed" in page and "Memory where it is highest" in page
 
 
@@ -246,8 +236,7 @@ def test_a_fork_is_planned_without_its_parent(tmp_path):
 
 def phases(devices: int, at_once: int = 0, **changes):
     config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), **changes)
-    cluster = clusters.CLUSTERS["mi300x_pollara"]
-    return planned_phases.plan_run(config, devices, cluster, rates.for_cluster(cluster), at_once)
+    return planned_phases.plan_run(config, devices, CLUSTER, RATES, at_once)
 
 
 def test_a_run_without_a_plannable_phase_is_refused_in_one_line():
@@ -276,9 +265,8 @@ def served():
 
 
 def test_tokens_reach_one_expert_then_most_and_never_more_than_all():
-    assert serving.experts_reached(16, 1) == pytest.approx(1)
-    assert serving.experts_reached(16, 2) == pytest.approx(2 - 1 / 16)
-    assert serving.experts_reached(16, 10_000) == pytest.approx(16)
+    reached = [serving.experts_reached(16, tokens) for tokens in (1, 2, 10_000)]
+    assert reached == pytest.approx([1, 2 - 1 / 16, 16])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -297,10 +285,10 @@ def test_a_token_takes_the_bytes_of_active_weights_of_reached_experts_and_of_the
 
 def test_each_layer_s_kernels_take_their_launches(served):
     kernels = sum(work.PASSES[name][work.FORWARD][2] for name, *_ in work.layer_parts(served))
-    slow, fast = (serving.seconds(served, r, 1, 1, seen=4096) for r in (RATES, FREE))
-    launches = (40 * kernels + serving.LAUNCHES) * RATES.launch.value
     assert kernels == 33
-    assert slow - fast == pytest.approx(launches)
+    slow, fast = (serving.seconds(served, r, 1, 1, seen=4096) for r in (RATES, FREE))
+    launches = 40 * kernels + serving.LAUNCHES
+    assert slow - fast == pytest.approx(launches * RATES.launch.value)
 
 
 def test_a_long_prompt_takes_the_flops_of_the_training_step_s_forward_pass(served):
