@@ -17,13 +17,11 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.hardware import clusters
 from zaya_jax.model import zaya
-from zaya_jax.plan import phases as planned_phases
-from zaya_jax.plan import rates as rates_lib
-from zaya_jax.plan import serving
+from zaya_jax.plan import phases, rates, serving
 from zaya_jax.training import recipe
 
 NAME, CLUSTER = "h100_ib", clusters.CLUSTERS["h100_ib"]
-RATES = rates_lib.for_cluster(CLUSTER)
+RATES = rates.for_cluster(CLUSTER)
 ACTIVE, TOTAL = 60e6, 420e6
 SMALL = {"WIDTHS": (512, 768, 1024), "PARTS": (1, 2), "EXPERTS": (8, 12, 16, 24)}
 
@@ -86,12 +84,9 @@ def test_the_shapes_are_those_of_a_brute_force(result):
     assert len(found) > 5
 
 
-def beaten(own, others):
-    """Whether one of the others is as good in every gain, and another point."""
-    return any(
-        other != own and other[0] >= own[0] and other[1] >= own[1] and other[2] >= own[2]
-        for other in others
-    )
+def test_the_front_has_what_no_other_beats():
+    gains = {1: (3, 1, 1), 2: (1, 3, 1), 3: (1, 1, 1), 4: (3, 1, 1), 5: (3, 1, 0), 6: (2, 2, 2)}
+    assert search.front(gains) == [1, 2, 4, 6]
 
 
 def test_the_front_is_of_depth_training_and_answering_without_strains(result):
@@ -100,9 +95,9 @@ def test_the_front_is_of_depth_training_and_answering_without_strains(result):
         for row in result["shapes"]
         if not row["strains"]
     }
-    expected = {number for number, own in gains.items() if not beaten(own, gains.values())}
-    assert {row["number"] for row in result["shapes"] if row["front"]} == expected
-    assert 1 < len(expected) < len(result["shapes"])
+    front = [row["number"] for row in result["shapes"] if row["front"]]
+    assert front == search.front(gains)
+    assert 1 < len(front) < len(result["shapes"])
 
 
 def test_shapes_are_near_the_budgets_and_fit_the_tiles(result):
@@ -120,12 +115,11 @@ def test_a_written_config_is_planned_as_the_shape_was(result, tmp_path):
     path = tmp_path / "shape_2.py"
     path.write_text(page.config_file(result, 2, path, NAME))
     config = config_lib.read_config(str(path))
-    (planned,), notes = planned_phases.plan_run(config, 64, CLUSTER, RATES)
-    assert not [note for note in notes if "with so many devices" in note]
-    assert planned.tokens_per_second / 64 == pytest.approx(row["tokens_per_second"][0])
-    assert planned.memory.peak == pytest.approx(row["memory"])
-    seconds = serving.seconds(planned.case, RATES, 8, 1, 4096)
-    assert 1e3 * seconds == pytest.approx(row["token_ms"][1][0])
+    (planned,), notes = phases.plan_run(config, 64, CLUSTER, RATES)
+    token_ms = 1e3 * serving.seconds(planned.case, RATES, 8, 1, 4096)
+    found = [planned.tokens_per_second / 64, planned.memory.peak, token_ms]
+    expected = [row["tokens_per_second"][0], row["memory"], row["token_ms"][1][0]]
+    assert found == pytest.approx(expected) and not notes
 
 
 @pytest.mark.parametrize("vocab", [262_272, 131_072])
@@ -134,7 +128,7 @@ def test_zaya1_base_is_among_the_shapes_and_on_the_front_at_its_own_budgets(voca
     monkeypatch.setattr(search, "EXPERTS", (16, 24))
     cluster = clusters.CLUSTERS["mi300x_pollara"]
     own = ask_for(cluster=cluster, devices=1024, active=760e6, total=8.3e9, vocab=vocab)
-    found = page.compare(own, rates_lib.for_cluster(cluster))
+    found = page.compare(own, rates.for_cluster(cluster))
     (row,) = [row for row in found["shapes"] if row["zaya1_base"]]
     assert sizes(row) == (2048, 8, 16, 40, 2048) and row["front"]
     by_assumption = {what: (trains, more) for what, trains, more, *_ in found["zaya1_base"]}
@@ -176,27 +170,27 @@ def test_any_number_of_devices_trains_at_any_context(devices, context, parts):
 def test_the_picture_is_whole_and_no_two_labels_overlap(result):
     svg = ET.fromstring(re.search(r"<svg.*</svg>", picture.draw(result), re.DOTALL)[0])
     assert len(svg.findall(".//circle")) == len(result["shapes"])
-    labels = [text for text in svg.findall(".//text") if text.get("class") == "value"]
     boxes = []
-    for text in labels:
+    for text in svg.findall(".//text[@class='value']"):
         x, y, half = float(text.get("x")), float(text.get("y")), 3.6 * len(text.text)
         boxes.append((x - half, y - 10, x + half, y + 2))
-    assert labels
+    assert boxes and all(left > 0 and right < picture.WIDTH for left, _, right, _ in boxes)
     for (l1, t1, r1, b1), (l2, t2, r2, b2) in itertools.combinations(boxes, 2):
         assert r1 <= l2 or r2 <= l1 or b1 <= t2 or b2 <= t1
-    assert all(left > 0 and right < picture.WIDTH for left, _, right, _ in boxes)
 
 
 def test_nothing_near_the_budgets_is_one_line(ask):
     check_refused("0 shapes are near that", page.compare, ask_for(total=61e6), RATES)
 
 
-def test_budgets_are_read_with_their_suffix():
-    found = parser().parse_args(["--active=60M", "--total=0.4B"])
-    assert (found.active, found.total) == (60e6, 400e6)
-    assert parser().parse_args([]).total == 8.3e9
-    for wrong in ("--active=many", "--active=M", "--active=-1M"):
-        check_refused("--active", parser().parse_args, [wrong])
+@pytest.mark.parametrize(("text", "budget"), [("60M", 60e6), ("0.4B", 400e6), ("8300", 8300)])
+def test_budgets_are_read_with_their_suffix(text, budget):
+    assert parser().parse_args([f"--active={text}"]).active == budget
+
+
+@pytest.mark.parametrize("text", ["many", "M", "-1M"])
+def test_what_is_no_budget_is_refused(text):
+    check_refused("--active", parser().parse_args, [f"--active={text}"])
 
 
 def test_the_program_writes_its_files_and_a_config_that_pretrain_takes(
@@ -205,6 +199,9 @@ def test_the_program_writes_its_files_and_a_config_that_pretrain_takes(
     monkeypatch.setattr(search, "WIDTHS", (512,))
     monkeypatch.setattr(search, "EXPERTS", (8,))
     given = ["--active=60M", "--total=0.42B", "--vocab=32768", "--chip=h100", "--devices=64"]
+    nowhere = parser().parse_args([*given, f"--out={tmp_path / 'new'}", "--write=999"])
+    check_refused("--write=999 is none of the shapes", page.run, nowhere)
+    assert not (tmp_path / "new").exists()
     assert page.run(parser().parse_args([*given, f"--out={tmp_path}", "--write=1"])) == 0
     text = capsys.readouterr().out
     assert "ZAYA1-base is not near these budgets" in text and f"{tmp_path}/shape_1.py" in text
@@ -227,13 +224,3 @@ def test_the_program_writes_its_files_and_a_config_that_pretrain_takes(
     )
     assert done.returncode == 0, done.stderr
     assert f"{own['data.global_batch']:,}" in done.stdout
-
-
-def test_a_shape_that_is_not_there_is_not_written(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "compare", lambda *_: result)
-    given = ["--active=60M", "--total=0.42B", "--vocab=32768", "--chip=h100", "--devices=64"]
-    check_refused(
-        "--write=999 is none of the shapes",
-        lambda: page.run(parser().parse_args([*given, f"--out={tmp_path / 'new'}", "--write=999"])),
-    )
-    assert not (tmp_path / "new").exists()
