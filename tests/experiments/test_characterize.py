@@ -1,7 +1,6 @@
 """Microbenchmarks: every program is the one that is meant, and its figures count as nccl-tests'
 do."""
 
-import dataclasses
 import json
 import re
 
@@ -19,30 +18,24 @@ from experiments.characterize import rates as device_rates
 from experiments.characterize.collectives import AXIS, CollectiveKind
 from pallas_kernels import timing
 from pallas_kernels.timing import Timing
-from zaya_jax import config
+from zaya_jax.config import Model
 from zaya_jax.hardware import measured
 from zaya_jax.hardware.measured import CollectiveTiming, MemoryCopy, Product
 from zaya_jax.report.text import escape
 
 SECOND = Timing(1.0, 0.5, 2.0, 5)
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "router_hidden_size": 16,
-    "pad_token_id": 0,
-}
-
-
-def small_model():
-    raw = config.default()
-    raw.model.update(SMALL)
-    return config.check(raw).model
+SMALL = Model(
+    vocab_size=96,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=24,
+    num_experts=4,
+    router_hidden_size=16,
+    pad_token_id=0,
+)
 
 
 def test_devices_are_taken_in_a_node_and_across():
@@ -135,12 +128,15 @@ def test_bandwidths_are_those_of_nccl_tests():
         "broadcast": 8,
     }
     assert MemoryCopy(100, SECOND).bandwidth == 200
-    dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
-    assert dense.rate == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "products"),
     # Gate, up and down: three products of each expert's rows, and twice as many backward.
-    grouped = dataclasses.replace(dense, name="grouped forward", groups=4)
-    assert grouped.rate == 3 * 4 * 60
-    assert dataclasses.replace(grouped, name="grouped backward").rate == 6 * 4 * 60
+    [("dense", 1, 1), ("grouped forward", 4, 3 * 4), ("grouped backward", 4, 6 * 4)],
+)
+def test_a_product_has_its_flops(name, groups, products):
+    assert Product(name, "", 2, 3, 5, groups, "float32", SECOND).rate == products * 60
 
 
 def test_memory_is_copied(monkeypatch):
@@ -152,9 +148,7 @@ def test_memory_is_copied(monkeypatch):
 def test_products_of_a_model_and_its_experts(monkeypatch):
     monkeypatch.setattr(device_rates, "ROWS", {True: (16,)})
     monkeypatch.setattr(device_rates, "ROWS_OF_EXPERTS", {True: (4, 16)})
-    found, left_out = device_rates.measure_products(
-        jax.devices()[0], small_model(), 0.1, lambda text: None
-    )
+    found, left_out = device_rates.measure_products(jax.devices()[0], SMALL, 0.1, print)
     shapes = {(p.name, p.label, p.m, p.k, p.n, p.groups) for p in found}
     assert shapes == {
         ("dense", "q, k", 16, 32, 48, 1),
@@ -171,10 +165,8 @@ def test_products_of_a_model_and_its_experts(monkeypatch):
     assert left_out == 0 and {p.dtype for p in found} == {"float32"}
     monkeypatch.setattr(device_rates, "MODEST", 1.0)
     monkeypatch.setattr(measured.ProductShape, "flops", 1e9)
-    assert device_rates.measure_products(jax.devices()[0], small_model(), 0.01, print) == (
-        (),
-        len(found),
-    )
+    none = device_rates.measure_products(jax.devices()[0], SMALL, 0.01, print)
+    assert none == ((), len(found))
 
 
 FULL = figures_of(
@@ -224,14 +216,10 @@ def test_what_are_no_figures_is_a_line(tmp_path, change):
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
     assert html.count("<figure") == len(measured.BUS) + 3
-    assert all(
-        text in html
-        for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes")
-    )
-    of_gpu = characterize.document(
-        figures_of(platform="cuda", device="NVIDIA H200"), [], "nothing"
-    ).html()
-    assert escape(characterize.HOST) not in of_gpu
+    for words in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes"):
+        assert words in html
+    of_gpu = figures_of(platform="cuda", device="NVIDIA H200")
+    assert escape(characterize.HOST) not in characterize.document(of_gpu, [], "nothing").html()
 
 
 def test_the_page_shows_what_a_part_of_a_node_loses():

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from refusals import check_refused
 
 from experiments.compile import page
 from pallas_kernels import chip
@@ -65,14 +66,11 @@ def test_it_says_which_kernels_and_tiles_the_program_has():
 
 
 def test_phases_of_one_name_are_all_compiled():
-    phases = [config.Phase(name=name, tokens=2**34, seq_len=4096) for name in "aba"]
-    given = config.default()
-    given.schedule.phases = tuple(phases)
-    given = config.check(given)
-    assert [segment.phase_index for segment in page._segments(given, None)] == [0, 1, 2]
-    assert [segment.phase_index for segment in page._segments(given, "a")] == [0, 2]
-    with pytest.raises(config.UserError, match=r"not a phase of .*; it has 'a', 'b', 'a'"):
-        page._segments(given, "c")
+    phases = tuple(config.Phase(name=name, tokens=2**34, seq_len=4096) for name in "aba")
+    given = config.Config(schedule=config.Schedule(phases=phases))
+    for name, expected in ((None, [0, 1, 2]), ("a", [0, 2])):
+        assert [segment.phase_index for segment in page._segments(given, name)] == expected
+    check_refused("not a phase of .*; it has 'a', 'b', 'a'", page._segments, given, "c")
 
 
 def test_it_compiles_the_step_that_pretrain_runs(small):
@@ -81,47 +79,39 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
     exec(small.read_text(), space)
     of = config.check(space["get_config"]())
     segment = schedule.make_plan(of).segments[0]
-    here, mesh = (
-        schedule.phase_config(of, segment.phase),
-        make_mesh(config.Mesh(), jax.devices()[:2]),
+    phase = schedule.phase_config(of, segment.phase)
+    mesh = make_mesh(config.Mesh(), jax.devices()[:2])
+    setup = states.set_up(phase, mesh)
+    rows = dict.fromkeys(
+        ("tokens", "targets", "segment_ids", "positions"), np.zeros((4, 32), np.int32)
     )
-    setup = states.set_up(here, mesh)
-    step, state = steps.make_train_step(here, setup), states.init(here, setup)
-    rows = {
-        name: np.zeros((4, 32), np.int32)
-        for name in ("tokens", "targets", "segment_ids", "positions")
-    }
     batch = steps.put_batch(
         mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches
     )
-    ours = measure.lower(here, setup, segment.sequences, segment.micro_batches)
-    theirs = step.lower(state, batch, np.float32(1e-3))
+    step = steps.make_train_step(phase, setup)
+    theirs = step.lower(states.init(phase, setup), batch, np.float32(1e-3))
+    ours = measure.lower(phase, setup, segment.sequences, segment.micro_batches)
     assert ours.as_text() == theirs.as_text()
 
 
 @pytest.mark.slow
 def test_what_it_writes_adds_up(small, tmp_path):
-    out = tmp_path / "out"
-    unused = "--config.run.beta=0.3"
+    out, unused = tmp_path / "out", "--config.run.beta=0.3"
     done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}", unused)
     assert done.returncode == 0, done.stderr
     assert "config.run.beta=0.3 has no effect: run.preference is none" in done.stdout
     assert "two: the same program as 'one'" in done.stdout
     one, two = json.loads((out / "compile.json").read_text())["phases"]
     assert (one["sequences"], one["micro_batches"], one["tokens_per_device"]) == (4, 2, 64)
-    assert two["same_as"] == "one" and {**two, "phase": "one"} == {**one, "same_as": "one"}
-    memory = one["memory"]
+    assert two == {**one, "phase": "two", "same_as": "one"}
+    memory, traffic = one["memory"], one["traffic"]
     kinds = ("weights", "optimizer", "batch and figures", "gradients", "activations", "exchange")
     assert sum(memory[kind] for kind in (*kinds, "other temporaries", "gaps")) == memory["peak"]
-    for name in ("launches", "flops"):
-        assert sum(row[name] for row in one["traffic"]) == pytest.approx(one[name])
-    assert sum(row["reads"] + row["writes"] for row in one["traffic"]) == pytest.approx(
-        one["hbm_bytes"]
-    )
-    assert all(0 <= row["flops_of_use"] <= row["flops"] for row in one["traffic"])
-    assert {"cca", "router", "experts", "head", "optimizer"} <= {
-        row["scope"] for row in one["traffic"]
-    }
+    sums = [sum(row[name] for row in traffic) for name in ("launches", "flops", "reads", "writes")]
+    whole = [one["launches"], one["flops"], one["hbm_bytes"]]
+    assert [*sums[:2], sums[2] + sums[3]] == pytest.approx(whole)
+    assert all(0 <= row["flops_of_use"] <= row["flops"] for row in traffic)
+    assert {"cca", "router", "experts", "head", "optimizer"} <= {row["scope"] for row in traffic}
     assert any(c["kind"] == "reduce-scatter" for c in one["collectives"])
     html = (out / "compile.html").read_text()
     assert "Memory where it is highest" in html and html.count("<section>") == 2
