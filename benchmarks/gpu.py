@@ -118,7 +118,7 @@ HOURS: dict[int, Parts] = {
         "profile": (300, f"{STEP} --profile={{out}}/profile", {}),
         "kernels": (600, "benchmarks.kernels --out={out}/kernels --sizes 4K", {}),
         "decoding": (300, "benchmarks.generation --device=gpu --sizes=slice", {}),
-        "checkpoint": (300, "benchmarks.bench_checkpoint stall --gb=4 --saves=6", {}),
+        "checkpoint": (300, "benchmarks.bench_checkpoint --gb=4", {}),
         "characterize": (600, "experiments.characterize all --out={out} --seconds=0.1", {}),
     },
     1: {
