@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pyarrow
 from flax import serialization
+from google.protobuf import empty_pb2, unknown_fields
 
 ELF = b"\x7fELF"
 _CALL = re.compile(r'custom_call_target="__gpu\$xla\.gpu\.triton".*?\bname = \\?"([^"\\]+)')
@@ -169,24 +170,10 @@ def _elves(message: bytes, parents: tuple[bytes, ...] = ()) -> Iterator[tuple[li
                 yield from _elves(value, around)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def _fields(message: bytes) -> list[tuple[int, Any]]:
     """Number and value of a message's fields, an int or bytes."""
-    at = 0
-    while at < len(message):
-        key, at = _number(message, at)
-        kind = key & 7
-        if kind == 0:
-            number, at = _number(message, at)
-            yield key >> 3, number
-            continue
-        if kind == 2:
-            length, at = _number(message, at)
-        elif kind in (1, 5):
-            length = 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"no protocol buffer: wire type {kind} at byte {at}")
-        yield key >> 3, message[at : at + length]
-        at += length
+    unknown = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
+    return [(field.field_number, field.data) for field in unknown]
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
