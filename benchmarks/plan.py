@@ -1,7 +1,7 @@
 """The plan's formulas against compiled programs: memory, HBM traffic and launches of a dozen small
 configs.
 
-    python benchmarks/plan.py --out=FOLDER [--only=NAME ...]
+    python -m benchmarks.plan --out=FOLDER [--only=NAME ...]
 
 Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each;
 FOLDER keeps the results, which are not compiled again. It prints the table of benchmarks/plan.md.
@@ -24,8 +24,16 @@ from zaya_jax.parallel.mesh import make_mesh, shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import StepCase
+from zaya_jax.report.document import Table
 
-BASE = {"remat": "attention", "precision.weights": "float32"}
+BASE = {
+    "data.seq_len": 4096,
+    "model.num_hidden_layers": 4,
+    "remat": "attention",
+    "precision.weights": "float32",
+    "optim.z_loss": 1e-5,
+    "run.skip_update": "spike",
+}
 COPIES = {"precision.weights": "compute"}  # the default
 # name: devices, sequences at once on a row of data x expert, micro-batches, differences from
 # ZAYA1-base of four layers
@@ -108,18 +116,25 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
+HEAD = (
+    "config",
+    "memory, GB",
+    "compiled",
+    "ratio",
+    "traffic, GB",
+    "compiled",
+    "ratio",
+    "launches",
+    "compiled",
+    "TFLOP",
+    "compiled",
+)
+
+
 def config_of(changes: dict[str, Any]) -> Config:
     """ZAYA1-base's shapes with four layers, and the differences."""
     c = config_lib.default()
-    c.data.seq_len, c.model.num_hidden_layers = 4096, 4
-    for key, value in (BASE | changes).items():
-        *groups, last = key.split(".")
-        at = c
-        for group in groups:
-            at = at[group]
-        at[last] = value
-    c.optim.z_loss = 1e-5
-    c.run.skip_update = "spike"
+    c.update_from_flattened_dict(BASE | changes)
     return config_lib.check(c)
 
 
@@ -161,34 +176,29 @@ def planned(devices: int, at_once: int, micro_batches: int, changes: dict[str, A
 
 def table(folder: Path, names: list[str]) -> str:
     """Planned and compiled side by side, as Markdown."""
-    lines = [
-        (
-            "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches |"
-            " compiled | TFLOP | compiled |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in names:
         row, case = compiled(name, folder), planned(*CASES[name])
         parts = work.list_work(case)
-        peak, moved = footprint.estimate(case).peak, sum(p.bytes for p in parts)
-        found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
-        cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]
-        launches, flops = sum(p.launches for p in parts), sum(p.flops for p in parts)
-        cells += [
-            f"{launches:,.0f} | {row['launches']:,.0f}",
-            f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}",
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [name]
+        for ours, theirs in (
+            (footprint.estimate(case).peak, row["memory"]["peak"]),
+            (sum(part.bytes for part in parts), row["hbm_bytes"]),
+        ):
+            cells += [f"{ours / 1e9:,.1f}", f"{theirs / 1e9:,.1f}", f"{ours / theirs:.3f}"]
+        for key, unit, form in (("launches", 1, ",.0f"), ("flops", 1e12, ",.1f")):
+            ours = sum(getattr(part, key) for part in parts)
+            cells += [format(ours / unit, form), format(row[key] / unit, form)]
+        rows.append(cells)
+    return Table("Planned and compiled", HEAD, rows).markdown()
 
 
 def main() -> None:
     """The table."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder for the compiled figures")
     parser.add_argument(
-        "--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases"
+        "--only", nargs="*", choices=CASES, default=list(CASES), help="some of the cases"
     )
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -5,7 +5,7 @@ compiling it.
 
 PASSES says which arrays the kernels of a layer read and write; around the layers stand the
 embedding, the head and the optimizer. The numbers were read off programs compiled for MI300X on 22
-and 23 November 2026, kernel by kernel (`python benchmarks/plan.py`), which benchmarks/plan.md holds
+and 23 November 2026, kernel by kernel (`python -m benchmarks.plan`), which benchmarks/plan.md holds
 against these formulas. Where the model's code changes, so must they.
 """
 
