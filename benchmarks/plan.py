@@ -1,4 +1,4 @@
-"""The plan's formulas against compiled programs: memory, HBM traffic and launches of a dozen small
+"""The plan's formulas against compiled programs: memory, HBM traffic and launches of many small
 configs.
 
     python -m benchmarks.plan --out=FOLDER [--only=NAME ...]
