@@ -251,6 +251,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("Merge branch 'main'", ""),
         ("pad rows", 'write "component: do one thing"'),
         ("optim: pad rows.", "without a full stop"),
+        ("optim: the rows are padded", "begin with a verb"),
         ("optim: " + "pad rows " * 8, "at most 72"),
     ],
 )

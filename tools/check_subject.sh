@@ -17,3 +17,10 @@ if ! grep -qE '^[a-z][a-z0-9_./, -]*: [^ ].*[^.]$' <<<"$subject"; then
     "\"optim: pad rows to equal shares\", without a full stop" >&2
   exit 1
 fi
+first=${subject#*: }
+case ${first%% *} in
+a | an | the | no | not | one | two | three | what | which | who | how | why | where | when | each | every | all | its | their | of)
+  echo "the subject is \"$subject\"; begin with a verb, such as \"optim: pad rows to equal shares\"" >&2
+  exit 1
+  ;;
+esac
