@@ -1,6 +1,7 @@
 """What the tests of text and of data share: small corpora and configs, preparing in this process,
 reading the result, comparing batches."""
 
+import io
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from zaya_jax import config as config_lib
@@ -95,9 +97,32 @@ def prepare_text(
     return make
 
 
+def write(folder, contents):
+    """Files with these contents, by their paths below a folder, which is returned."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
 def jsonl(records):
     """Records as the bytes of a JSONL file."""
     return "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def parquet(columns, **options):
+    """Columns as the bytes of a Parquet file."""
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file, **options)
+    return file.getvalue()
+
+
+def damage(path, place):
+    """Flips a bit of a file's byte."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 def zstd(raw):

@@ -10,6 +10,7 @@ import sys
 import fsspec
 import numpy as np
 import pytest
+from data_helpers import damage
 from refusals import check_refused, check_storage_error
 
 from zaya_jax.data import pipeline, prepared_store, windows
@@ -47,12 +48,6 @@ def place_of(directory, shard, number, split="train"):
     store = PreparedStore(str(directory), split)
     begin, end = store._bundle_table(shard)[0][number : number + 2].tolist()
     return directory / store.shard_file(shard), begin, end - begin
-
-
-def damage(path, place, bit=0):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << bit
-    path.write_bytes(content)
 
 
 def copied_to(scheme, directory, name):
