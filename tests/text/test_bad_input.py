@@ -289,7 +289,6 @@ def test_prepared_directories_are_no_text(tmp_path, pattern):
     check_refused(r"out/manifest\.json, line 1: not a JSON", here, options, tmp_path / "other")
     says = r"none with text \(.*; .*train-00000\.tokens \(prepared tokens\)"
     check_refused(says, memory.split_texts, str(source / "out" / "[rst]*"), tok)
-    check_refused("'' holds no text file", memory.split_texts, "", tok)
 
 
 TEXTS = [f"text number {i} " + "x" * i for i in range(50)]

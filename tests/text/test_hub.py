@@ -1,5 +1,6 @@
 """Data sets of Hugging Face's library as input: folders that it saved, and streams in parts."""
 
+import io
 import json
 import shutil
 import sys
@@ -8,7 +9,7 @@ import types
 import pyarrow
 import pyarrow.feather
 import pytest
-from data_helpers import contents, here, texts_of
+from data_helpers import here, texts_of, write
 from refusals import check_refused
 
 from zaya_jax.text import hub, prepare
@@ -24,34 +25,41 @@ def without_workers(in_process):
     """Preparing runs here."""
 
 
-def saved(folder, columns):
-    """A file as `datasets.save_to_disk` writes it, and its companions."""
-    folder.mkdir(parents=True)
-    table = pyarrow.table(columns)
-    path = str(folder / "data-00000-of-00001.arrow")
-    with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+DATA = "data-00000-of-00001.arrow"
+STATE = {"_data_files": [{"filename": DATA}], "_split": None}
+
+
+def arrow(columns):
+    """Columns as the bytes of a stream of batches, as `datasets.save_to_disk` writes them."""
+    file, table = io.BytesIO(), pyarrow.table(columns)
+    with pyarrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=300)
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
-    (folder / "state.json").write_text(json.dumps(state, indent=1))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=1))
+    return file.getvalue()
+
+
+TRAIN = arrow({"text": TEXTS, "n": list(range(700))})
 
 
 @pytest.fixture
 def splits(tmp_path):
     """A DatasetDict of two splits, with what `map` left beside one."""
-    root = tmp_path / "set"
-    saved(root / "train", {"text": TEXTS, "n": list(range(700))})
-    saved(root / "test", {"messages": [CHAT] * 3})
-    shutil.copy(root / "train" / "data-00000-of-00001.arrow", root / "train" / "cache-2ad7.arrow")
-    (root / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    return root
+    companions = {"state.json": json.dumps(STATE), "dataset_info.json": '{"features": {}}'}
+    train = {DATA: TRAIN, "cache-2ad7.arrow": TRAIN, **companions}
+    write(tmp_path / "set" / "train", train)
+    write(tmp_path / "set" / "test", {DATA: arrow({"messages": [CHAT] * 3}), **companions})
+    return write(tmp_path / "set", {"dataset_dict.json": '{"splits": ["train", "test"]}'})
+
+
+def check_texts(patterns, out, **counts):
+    """All of TEXTS are prepared, and this is counted."""
+    manifest, _ = here(Options([str(pattern) for pattern in patterns]), out)
+    assert manifest["counts"] == counts
+    assert texts_of(out) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("pattern", ["{}/train", "{}/tra*/*.arrow", "{}/../se?/train/*"])
 def test_a_saved_folder_is_what_its_state_names(splits, tmp_path, pattern):
-    manifest, _ = here(Options([pattern.format(splits)]), tmp_path / "out")
-    assert not manifest["counts"]
-    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+    check_texts([pattern.format(splits)], tmp_path / "out")
 
 
 @pytest.mark.parametrize("pattern", ["{}", "{}/**/*.arrow", "{}/.."])
@@ -64,31 +72,31 @@ def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
     manifest, _ = here(Options([str(splits / "train"), str(splits / "test")]), tmp_path / "out")
     assert manifest["counts"]["kept"] == 3
     shutil.rmtree(splits / "test")
-    here(Options([str(splits)]), tmp_path / "one")
-    assert texts_of(tmp_path / "one") == sorted(TEXTS)
+    check_texts([splits], tmp_path / "one")
 
 
 def test_a_file_that_a_saved_folder_lacks_is_named(splits, tmp_path):
-    (splits / "train" / "data-00000-of-00001.arrow").unlink()
+    (splits / "train" / DATA).unlink()
     check_refused(
         r"data-00000-of-00001\.arrow.* No such file",
         lambda: here(Options([str(splits / "train")]), tmp_path / "out"),
     )
 
 
-@pytest.mark.parametrize("size", [100, 5000])
-def test_a_damaged_file_is_named_and_counted(tmp_path, size):
-    saved(tmp_path / "set", {"text": TEXTS})
-    (path,) = (tmp_path / "set").glob("*.arrow")
-    path.write_bytes(path.read_bytes()[:size])
-    (tmp_path / "u.txt").write_text("sound")
-    given = [str(tmp_path / "set"), str(tmp_path / "u.txt")]
-    check_refused(
-        r"\.arrow, row group 0 is damaged: .*also with --skip_bad added",
-        lambda: here(Options([str(tmp_path / "set")]), tmp_path / "strict"),
-    )
-    manifest, _ = here(Options(given, skip_bad=True, held_out=0.0), tmp_path / "out")
-    assert manifest["counts"] == {BAD: 1}
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (TRAIN[:100], ", row group 0 is damaged: "),
+        (TRAIN[:5000], ", row group 0 is damaged: "),
+        (arrow({"n": [1, 2, 3]}), " has columns n, but expected a text"),
+    ],
+)
+def test_an_arrow_file_that_cannot_be_read_is_named_and_counted_once(tmp_path, content, named):
+    write(tmp_path, {"a.arrow": content, "u.txt": "sound"})
+    options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
+    manifest, _ = here(options, tmp_path / "out")
+    assert manifest["counts"] == {BAD: 1} and manifest["totals"]["train"]["documents"] == 1
+    assert f"a.arrow{named}" in manifest["examples"][BAD][0]
 
 
 @pytest.mark.parametrize("compression", ["lz4", "uncompressed"])
@@ -96,78 +104,54 @@ def test_an_arrow_file_of_feather_is_read(tmp_path, compression):
     table = pyarrow.table({"text": TEXTS, "n": [None, *range(699)]})
     path = tmp_path / "a.arrow"
     pyarrow.feather.write_feather(table, path, compression=compression, chunksize=300)
-    manifest, _ = here(Options([str(path)]), tmp_path / "out")
-    assert not manifest["counts"]
-    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+    check_texts([path], tmp_path / "out")
 
 
-def test_an_arrow_file_that_has_no_text_is_told_once(tmp_path):
-    pyarrow.feather.write_feather(pyarrow.table({"n": [1, 2, 3]}), tmp_path / "a.arrow")
-    (tmp_path / "u.txt").write_text("sound")
-    options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
-    manifest, _ = here(options, tmp_path / "out")
-    assert manifest["counts"] == {BAD: 1}
-    assert "a.arrow has columns n, but expected a text" in manifest["examples"][BAD][0]
+def records(texts):
+    yield from ({"text": text} for text in texts)
 
 
-class Stream:
-    """A streamed data set in four shards, the way that this module uses one."""
-
-    num_shards = 4
-
-    def __init__(self, texts=TEXTS):
-        self.texts = texts
-
-    def shard(self, num_shards, index):
-        return ({"text": text} for text in self.texts[index::num_shards])
+def breaks_off(texts):
+    yield {"text": "one"}
+    raise ConnectionError("the line went dead")
 
 
 @pytest.fixture
 def remote(monkeypatch):
-    """The library over a hub whose newest commit is the last of these."""
-    commits = {"c0ffee": TEXTS}
-
-    def builder(name, subset):
-        return types.SimpleNamespace(hash=list(commits)[-1])
+    """A hub whose newest commit is the last of these, under the library's names; of each its texts,
+    and how they are streamed."""
+    commits = {"c0ffee": (TEXTS, records)}
 
     def load(name, subset, split, streaming, revision):
         assert (name, subset, split, streaming) == ("owner/name", "sub", "test", True)
-        return Stream(commits[revision])
+        texts, stream = commits[revision]
+        shard = lambda num_shards, index: stream(texts[index::num_shards])  # noqa: E731
+        return types.SimpleNamespace(num_shards=4, shard=shard)
 
-    library = types.SimpleNamespace(load_dataset=load, load_dataset_builder=builder)
+    library = types.SimpleNamespace(
+        load_dataset=load,
+        load_dataset_builder=lambda name, subset: types.SimpleNamespace(hash=list(commits)[-1]),
+    )
     monkeypatch.setitem(sys.modules, "datasets", library)
     return commits
 
 
-def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkeypatch, remote):
-    options = Options(["hf:owner/name/sub:test"], skip_bad=True)
-    here(options, tmp_path / "whole")
-    assert texts_of(tmp_path / "whole") == sorted(TEXTS)
-    for index in (1, 0):
-        prepare.prepare(options, str(tmp_path / "parts"), 1, lambda *_: None, part=(index, 2))
-    here(options, tmp_path / "parts")
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-
-    def broken(self, num_shards, index):
-        yield {"text": "one"}
-        raise ConnectionError("the line went dead")
-
-    monkeypatch.setattr(Stream, "shard", broken)
-    check_refused(
-        r"#0/4@c0ffee failed while streaming: the line went dead",
-        here,
-        options,
-        tmp_path / "broken",
-    )
+STREAMED = Options(["hf:owner/name/sub:test"], skip_bad=True)
 
 
-def test_a_preparation_stays_with_its_revision(tmp_path, remote):
-    options = Options(["hf:owner/name/sub:test"])
-    prepare.prepare(options, str(tmp_path / "out"), 1, lambda *_: None, part=(0, 2))
-    remote["decade"] = ["rewritten"] * 100
-    here(options, tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(TEXTS)
-    check_refused("is complete, from other input", here, options, tmp_path / "out")
+def test_machines_share_the_shards_of_the_revision_with_which_they_begin(tmp_path, remote):
+    check_texts(STREAMED.inputs, tmp_path / "whole")
+    prepare.prepare(STREAMED, str(tmp_path / "parts"), 1, lambda *_: None, part=(1, 2))
+    remote["decade"] = ["rewritten"] * 100, records
+    here(STREAMED, tmp_path / "parts")
+    assert texts_of(tmp_path / "parts") == sorted(TEXTS)
+    check_refused("is complete, from other input", here, STREAMED, tmp_path / "parts")
+
+
+def test_a_broken_stream_is_no_bad_record(tmp_path, remote):
+    remote["c0ffee"] = TEXTS, breaks_off
+    says = "#0/4@c0ffee failed while streaming: the line went dead"
+    check_refused(says, here, STREAMED, tmp_path / "out")
 
 
 def test_a_data_set_given_twice_is_one(tmp_path, monkeypatch):
