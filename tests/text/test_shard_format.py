@@ -10,7 +10,7 @@ from refusals import check_error
 
 from zaya_jax.text import shard_format
 from zaya_jax.text.shard_format import CorruptRecord, RecordAddress, ShardWriter
-from zaya_jax.text.token_block import Document
+from zaya_jax.text.token_block import Document, with_targets
 
 ADDRESS = RecordAddress(2**63 + 5, 12, 3)
 
@@ -37,11 +37,7 @@ def read(entry, raw):
     lengths = shard_format.decode_numbers(
         raw[entry["lengths_at"] :], shard_format.LENGTHS, "s", entry["lengths_crc32c"]
     )
-    assert (
-        offsets[0] == 0
-        and offsets[-1] == entry["places_at"]
-        and len(offsets) == entry["bundles"] + 1
-    )
+    assert (offsets[0], offsets[-1]) == (0, entry["places_at"])
     bundles = [
         shard_format.decode_bundle(raw[a:b], "s", i, int(crcs[i]))
         for i, (a, b) in enumerate(itertools.pairwise(offsets))
@@ -68,28 +64,22 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_format, "BUNDLE_BYTES", bundle * np.dtype(dtype).itemsize)
-        path = tmp_path_factory.mktemp("shard") / "x"
-        entry, raw = write(path, documents, dtype)
-    assert entry["bytes"] == len(raw)
+        entry, raw = write(tmp_path_factory.mktemp("shard") / "x", documents, dtype)
     bundles, lengths = read(entry, raw)
-    assert lengths.tolist() == sizes and entry["documents"] == len(sizes)
-    assert [len(b) for b in bundles[:-1]] == [bundle] * (len(bundles) - 1) and len(
-        bundles[-1]
-    ) <= bundle
-    together = {
-        f: np.concatenate([getattr(b, f) for b in bundles])
-        for f in ("tokens", "targets", "starts", "learn")
-    }
-    np.testing.assert_array_equal(together["tokens"], np.concatenate([d.tokens for d in documents]))
-    ends = np.cumsum(sizes)
-    np.testing.assert_array_equal(np.flatnonzero(together["starts"]), np.append(0, ends[:-1]))
-    mask = np.concatenate(
-        [np.ones(len(d.tokens), bool) if d.predicted is None else d.predicted for d in documents]
+    assert (entry["bytes"], entry["documents"]) == (len(raw), len(sizes))
+    assert lengths.tolist() == sizes
+    assert {len(b) for b in bundles[:-1]} <= {bundle} and len(bundles[-1]) <= bundle
+    masks = [
+        np.ones(len(d.tokens), bool) if d.predicted is None else d.predicted for d in documents
+    ]
+    expected = with_targets(
+        np.concatenate([d.tokens for d in documents]),
+        np.concatenate([np.arange(size) == 0 for size in sizes]),
+        np.concatenate(masks),
     )
-    expected = np.append(mask[1:] & ~together["starts"][1:], False)
-    np.testing.assert_array_equal(together["learn"], expected)
-    learnt = np.flatnonzero(expected)
-    np.testing.assert_array_equal(together["targets"][learnt], together["tokens"][learnt + 1])
+    for name in ("tokens", "targets", "starts", "learn"):
+        found = np.concatenate([getattr(bundle, name) for bundle in bundles])
+        np.testing.assert_array_equal(found, getattr(expected, name))
 
 
 @settings(max_examples=200, deadline=None)
