@@ -171,9 +171,11 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
     assert re.search(message, said) and said.isprintable()
 
 
-@pytest.mark.parametrize("messages", [[], {}, ["hi"], MESSAGES[:1]])
+@pytest.mark.parametrize("messages", [[], {}, ["hi"], MESSAGES[:1], [MESSAGES[1] | {"weight": 0}]])
 def test_what_has_no_answer_is_no_chat(messages):
-    check_error(chat.BadChat, "", chat.parse_chat, messages)
+    check_error(
+        chat.BadChat, "is a list of turns|is an object|teaches nothing", chat.parse_chat, messages
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ The templates are in `chat_families`; our own has `test_chat`.
 """
 
 import itertools
-import json
 import random
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
-from data_helpers import here
+from data_helpers import here, jsonl, write
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
 from zaya_jax.text import chat, chat_template, memory, prepare, tokenizers
 from zaya_jax.text.chat import KEPT
+from zaya_jax.text.shard_format import SPLITS
 
 TOOLS = [{"type": "function", "function": {"name": "find_sum", "parameters": {}}}]
 CALL = {"id": "abc123def", "type": "function"}
@@ -84,10 +84,8 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
         tok, document, outcome = prepared(FAMILIES[family], talk)
         assert outcome == KEPT and counted(document) == (count, 0)
         form = chat_template.Template(tok)
-        (end, _), prompt = (
-            form.ending,
-            tok.decode_with_specials(form.prompt_ids(chat.parse_chat([user("?"), answer("")])[:1])),
-        )
+        end, _ = form.ending
+        prompt = tok.decode_with_specials(form.prompt_ids(chat.parse_chat(talk)[:1]))
         for text, run in zip(said, learnt(tok, document), strict=True):
             before, found, after = run.partition(text.strip())
             assert found and not prompt.endswith(before.strip() or "x")
@@ -167,33 +165,6 @@ LAST_IN_BLOCKS = """{% for m in messages %}<|{{ m.role }}|>{% if loop.last %}
 {%- else %}{{ m.content }}</s>{% endif %}{% endfor %}"""
 
 
-@pytest.mark.parametrize(
-    ("source", "turns", "expected", "rewritten"),
-    [
-        (ENDS_LAST, [user("q"), answer("a"), user("r"), answer("b")], ["b</s>"], 1),
-        (ENDS_LAST, [user("q"), answer("a"), answer("b"), user("r"), answer("c")], ["c</s>"], 2),
-        (ASKS_BEHIND, [answer("a"), user("q"), answer("b")], ["a</s>", "b</s>"], 0),
-        (
-            LAST_APART,
-            [
-                user("q"),
-                answer("", tool_calls=[CALL]),
-                {"role": "tool", "content": "4"},
-                answer("4"),
-            ],
-            ["<toolcall>find_sum</toolcall>\n<|end|>", "4<|end|>"],
-            0,
-        ),
-        (LAST_IN_BLOCKS, [user("q"), answer("a"), user("r"), answer("two")], ["two</s>"], 1),
-        ("{{ tools is none }}" + ASKS_BEHIND, [user("q"), answer("a")], ["a</s>"], 0),
-    ],
-)
-def test_headers_of_turns_are_not_learnt(source, turns, expected, rewritten):
-    tok, document, _ = prepared(source, turns, tools="[]")
-    assert "False" not in tok.decode_with_specials(document.tokens)
-    assert learnt(tok, document) == expected and counted(document)[1] == rewritten
-
-
 # These write the answers of several turns as one, without anything between them: as they come, each
 # in a block, all in one block.
 MERGES = """{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}</s>
@@ -205,52 +176,77 @@ MERGES_IN_A_BLOCK = """<|user|>{{ messages[0].content }}</s><|assistant|>
 {%- generation %}{{ messages[1].content }}{{ messages[2].content }}</s>{% endgeneration %}"""
 
 
+def weighted(first, second):
+    return [user("q"), answer("one", weight=first), answer("two", weight=second)]
+
+
+CALLED = [user("q"), answer("", tool_calls=[CALL]), {"role": "tool", "content": "4"}, answer("4")]
+
+
 @pytest.mark.parametrize(
-    ("source", "weights", "expected", "rewritten"),
+    ("source", "turns", "runs", "counts"),
     [
-        (MERGES_TURNS, (1, 1), ["two</s>"], 1),
-        (MERGES_TURNS, (0, 1), ["two</s>"], 0),
-        (MERGES_TURNS, (1, 0), None, 0),
-        (MERGES_BLOCKS, (1, 1), ["onetwo</s>"], 0),
-        (MERGES_BLOCKS, (0, 1), ["two</s>"], 0),
-        (MERGES_BLOCKS, (1, 0), ["one"], 0),
-        (MERGES_IN_A_BLOCK, (1, 1), ["onetwo</s>"], 0),
-        (MERGES_IN_A_BLOCK, (0, 1), None, 0),
-        (MERGES_IN_A_BLOCK, (1, 0), None, 0),
+        (ENDS_LAST, [user("q"), answer("a"), user("r"), answer("b")], ["b</s>"], (1, 1)),
+        (
+            ENDS_LAST,
+            [user("q"), answer("a"), answer("b"), user("r"), answer("c")],
+            ["c</s>"],
+            (1, 2),
+        ),
+        (ASKS_BEHIND, [answer("a"), user("q"), answer("b")], ["a</s>", "b</s>"], (2, 0)),
+        (LAST_APART, CALLED, ["<toolcall>find_sum</toolcall>\n<|end|>", "4<|end|>"], (2, 0)),
+        (LAST_IN_BLOCKS, [user("q"), answer("a"), user("r"), answer("two")], ["two</s>"], (1, 1)),
+        ("{{ tools is none }}" + ASKS_BEHIND, [user("q"), answer("a")], ["a</s>"], (1, 0)),
+        (MERGES_TURNS, weighted(1, 1), ["two</s>"], (1, 1)),
+        (MERGES_TURNS, weighted(0, 1), ["two</s>"], (1, 0)),
+        (MERGES_TURNS, weighted(1, 0), None, None),
+        (MERGES_BLOCKS, weighted(1, 1), ["onetwo</s>"], (2, 0)),
+        (MERGES_BLOCKS, weighted(0, 1), ["two</s>"], (1, 0)),
+        (MERGES_BLOCKS, weighted(1, 0), ["one"], (1, 0)),
+        (MERGES_IN_A_BLOCK, weighted(1, 1), ["onetwo</s>"], (2, 0)),
+        (MERGES_IN_A_BLOCK, weighted(0, 1), None, None),
+        (MERGES_IN_A_BLOCK, weighted(1, 0), None, None),
     ],
 )
-def test_of_merged_answers_those_to_learn_are_learnt_and_counted(
-    source, weights, expected, rewritten
-):
-    turns = [user("q"), answer("one", weight=weights[0]), answer("two", weight=weights[1])]
-    tok, document, outcome = prepared(source, turns)
-    if expected is None:
+def test_neither_headers_nor_what_is_not_to_be_learnt_is(source, turns, runs, counts):
+    tok, document, outcome = prepared(source, turns, tools="[]")
+    if runs is None:
         assert document is None and outcome.endswith("writes no answer that can be learnt")
         return
-    assert learnt(tok, document) == expected and counted(document)[1] == rewritten
-    assert counted(document)[0] == sum(weights) - rewritten
+    assert "False" not in tok.decode_with_specials(document.tokens)
+    assert (learnt(tok, document), counted(document)) == (runs, counts)
 
 
-def test_arguments_are_text_for_a_template_that_adds_them_to_text():
-    talk = [user("q"), answer("", tool_calls=[CALL]), {"role": "function", "content": "4"}]
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (CALL, 'find_sum\n```json\n{"a":2}\n```<|call_end|>'),  # as it was given
+        ({"name": "find_sum", "arguments": {"a": [1]}}, '```json\n{"a": [1]}\n```'),
+    ],
+)
+def test_arguments_are_text_for_a_template_that_adds_them_to_text(call, text):
+    talk = [user("q"), answer("", tool_calls=[call]), {"role": "function", "content": "4"}]
     tok, document, _ = prepared(FAMILIES["deepseek_v3"], talk)
     (called,) = learnt(tok, document)
-    assert 'find_sum\n```json\n{"a":2}\n```<|call_end|>' in called  # as it was given
-    given = {"name": "find_sum", "arguments": {"a": [1]}}
-    tok, document, _ = prepared(
-        FAMILIES["deepseek_v3"], [user("q"), answer("", tool_calls=[given])]
-    )
-    assert '```json\n{"a": [1]}\n```' in learnt(tok, document)[0]
+    assert text in called
 
 
-def test_reasoning_inside_a_content_stays_as_it_was_given():
-    content = "<think>R</think>\n\n    return 1"
-    for family in ("chatml", "llama_3", "magistral"):
-        tok, document, _ = prepared(FAMILIES[family], [user("q"), answer(content)])
-        assert content in learnt(tok, document)[0]
-    parts = [{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "    return 1"}]
-    tok, document, _ = prepared(FAMILIES["magistral"], [user("q"), answer(parts)])
-    assert learnt(tok, document) == ["[THINK]R[/THINK]    return 1</s>"]
+INSIDE = "<think>R</think>\n\n    return 1"
+PARTS = [{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "    return 1"}]
+
+
+@pytest.mark.parametrize(
+    ("family", "content", "written"),
+    [
+        ("chatml", INSIDE, INSIDE),
+        ("llama_3", INSIDE, INSIDE),
+        ("magistral", INSIDE, INSIDE),
+        ("magistral", PARTS, "[THINK]R[/THINK]    return 1</s>"),
+    ],
+)
+def test_reasoning_inside_a_content_stays_as_it_was_given(family, content, written):
+    tok, document, _ = prepared(FAMILIES[family], [user("q"), answer(content)])
+    assert written in learnt(tok, document)[0]
 
 
 def test_chats_with_tools_take_the_template_for_tools():
@@ -310,39 +306,33 @@ def test_many_turns_cost_a_few_renderings():
 @pytest.mark.usefixtures("in_process")
 def test_another_template_is_other_data(make_config, tmp_path):
     """In one process, of prepared chats, and when these are prepared again."""
-    path, folder = tmp_path / "chats.jsonl", tmp_path / "model"
     records = [{"messages": [user(f"q{i}"), answer(f"a{i}")]} for i in range(30)]
-    path.write_text("\n".join(map(json.dumps, records)))
-    named = {"path": str(path), "tokenizer": str(folder), "chats": True, "packing": "best_fit"}
-    config = make_config(vocab_size=400, **named)
-    read, kept = [], [prepare.Options([str(path)], str(folder), context=64), tmp_path / "out"]
+    path = str(write(tmp_path, {"chats.jsonl": jsonl(records)}) / "chats.jsonl")
+    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
+    config = make_config(
+        vocab_size=400, path=path, tokenizer=folder, chats=True, packing="best_fit"
+    )
+    options, read = prepare.Options([path], folder, context=64), []
     for family in ("chatml", "llama_3"):
         tok = tokenizer_of(FAMILIES[family])
         tok.save(folder)
-        train = stores.open_store(config, str(path), tok)
-        held_out = stores.open_store(config, str(path), tok, "held_out")
-        whole = windows.open_whole(config, str(path), tok)
-        read.append([bundle.block.tokens.tobytes() for bundle in (train, held_out, whole)])
+        sides = [stores.open_store(config, path, tok, split) for split in SPLITS]
+        whole = windows.open_whole(config, path, tok)
+        read.append({store.block.tokens.tobytes() for store in (*sides, whole)})
         if family == "chatml":
-            assert not here(*kept)[1] and here(*kept)[1]
-            stores.open_store(config, str(kept[1]), tok)
-            continue
-        check_refused("or another chat template; give another directory", here, *kept)
-        check_refused(
-            "holds chats in another chat template than that of",
-            stores.open_store,
-            config,
-            str(kept[1]),
-            tok,
-        )
-    assert not set(read[0]) & set(read[1])
+            here(options, out)
+            stores.open_store(config, out, tok)
+    assert not read[0] & read[1]
+    check_refused("or another chat template; give another directory", here, options, out)
+    said = "holds chats in another chat template than that of"
+    check_refused(said, stores.open_store, config, out, tok)
 
 
 def test_what_is_learnt_rewritten_and_left_out_is_counted(tmp_path):
     talk = [user("q"), answer("a", reasoning="r"), user("s"), answer("b", reasoning="r")]
     records = [{"messages": talk}, {"tools": TOOLS, "messages": talk}]
     records += [{"messages": [user(f"q{i}"), answer("x")]} for i in range(30)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write(tmp_path, {"chats.jsonl": jsonl(records)})
     read = memory.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(FAMILIES["qwq"]), 512)
     tokens = sum(int(d.predicted.sum()) for side in read.documents.values() for d in side)
     assert chat.in_words(read.counts) == (
@@ -360,22 +350,15 @@ IN_BLOCKS = (
 @pytest.mark.parametrize("source", ["chatml", "llama_3", "mistral_v3", "phi_3", IN_BLOCKS, ""])
 def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     """As in TRL; so are turns with a weight of 0, as in OpenAI's form."""
-    source = FAMILIES.get(source, source)
-    prompt = [user("q0"), answer("said before"), user("q1")]
-    turns = chat.paired_turns({"prompt": prompt, "completion": [answer("learnt")]}, "text")
-    tok, document, outcome = prepared(source, turns)
-    assert outcome == KEPT and counted(document) == (1, 0)
-    (run, *ends) = learnt(tok, document)
-    assert run.lstrip().startswith("learnt") and "said" not in "".join(ends)
-    assert "said before" in tok.decode_with_specials(document.tokens.tolist())
-
+    prompt = [user("q0"), answer("not this"), user("q1")]
+    paired = chat.paired_turns({"prompt": prompt, "completion": [answer("learnt")]}, "text")
     weighted = [user("q0"), answer("learnt"), user("q1"), answer("not this", weight=0)]
-    tok, document, outcome = prepared(source, weighted)
-    runs = learnt(tok, document)
-    assert len(runs) == 1 and runs[0].lstrip().startswith("learnt")
-    check_error(
-        chat.BadChat, "teaches nothing", lambda: chat.parse_chat([user("q"), answer("a", weight=0)])
-    )
+    for turns in (paired, weighted):
+        tok, document, outcome = prepared(FAMILIES.get(source, source), turns)
+        assert outcome == KEPT and counted(document) == (1, 0)
+        run, *ends = learnt(tok, document)
+        assert run.lstrip().startswith("learnt") and "not this" not in "".join(ends)
+        assert "not this" in tok.decode_with_specials(document.tokens)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -384,17 +367,16 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path, pairs):
     record = {"messages": [*prompt, answer("a")]}
     if pairs:
         record = {"prompt": prompt, "chosen": "a", "rejected": "b"}
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(record))
+    write(tmp_path, {"chats.jsonl": jsonl([record])})
     tok = tokenizer_of(FAMILIES["gemma_2"])
     said = "line 1: the model's chat template refuses .*: System role not supported; change it, or"
-    check_refused(said, memory.read_chats, str(path), tok, 512, pairs)
+    check_refused(said, memory.read_chats, str(tmp_path / "*"), tok, 512, pairs)
 
 
 def test_a_chat_stays_on_its_side(tmp_path):
     """What is hashed decides which chats are held out, in all runs that there are."""
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     record = {"messages": [user("q"), answer("a", reasoning="r", tool_calls=[call])]}
-    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
-    (key,) = memory.read_chats(str(tmp_path / "chats.jsonl"), tokenizer_of(""), 512).hashes
+    write(tmp_path, {"chats.jsonl": jsonl([record])})
+    (key,) = memory.read_chats(str(tmp_path / "*"), tokenizer_of(""), 512).hashes
     assert key.hex()[:16] == "8ec1d89e4ff244bc"
