@@ -1,9 +1,9 @@
 """What the tests of text and of data share: small corpora and configs, preparing in this process,
-reading the result, comparing batches."""
+reading the result, putting batches together."""
 
 import io
+import itertools
 import json
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from zaya_jax import config as config_lib
-from zaya_jax.data.prepared_store import PreparedStore
+from zaya_jax.data.prepared_store import PreparedStore, lengths_of_all
 from zaya_jax.data.stores import MemoryStore
 from zaya_jax.text import prepare, prepare_task, shard_format, tokenizers
 from zaya_jax.text.token_block import with_targets
@@ -83,12 +83,9 @@ def prepare_text(
         source = tmp_path / f"{name}.jsonl"
         with source.open("w") as file:
             for i in range(count):
-                letters = (
-                    rng.integers(97, 123, int(rng.integers(1, longest)))
-                    .astype(np.uint8)
-                    .tobytes()
-                    .decode()
-                )
+                letters = bytes(
+                    rng.integers(97, 123, int(rng.integers(1, longest))).tolist()
+                ).decode()
                 file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
         options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // shards)
         prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)
@@ -133,22 +130,17 @@ def zstd(raw):
     return sink.getvalue().to_pybytes()
 
 
-def texts_of(directory, tokenizer=None):
+def texts_of(directory):
     """The documents of both splits as text, sorted."""
-    tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
+    tokenizer = tokenizers.load(directory / "tokenizer")
     out = []
-    for split in ("train", "held_out"):
+    for split in shard_format.SPLITS:
         store = PreparedStore(str(directory), split)
-        tokens = [
-            b.tokens[a:z] for row in store.read_spans([(0, store.num_tokens)]) for b, a, z in row
-        ]
-        ends = [
-            np.cumsum(store.lengths(shard)) + store.first_token[shard]
-            for shard in range(store.num_shards)
-        ]
-        if tokens:
-            documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
-            out += [tokenizer.decode(part) for part in documents]
+        for first, lengths in zip(store.first_token, lengths_of_all(store), strict=False):
+            edges = itertools.pairwise(first + np.append(0, np.cumsum(lengths)))
+            for parts in store.read_spans(list(edges)):
+                tokens = np.concatenate([block.tokens[a:z] for block, a, z in parts])
+                out.append(tokenizer.decode(tokens))
     return sorted(out)
 
 
@@ -182,9 +174,18 @@ def in_memory(lengths, first=0, bundle_tokens=0):
     return store
 
 
-def assert_same(got, expected):
-    """Two lists of batches are the same, array by array."""
-    for a, b in zip(got, expected, strict=True):
-        assert a.keys() == b.keys()
-        for name in b:
-            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+def side_by_side(batches):
+    """The batch whose rows are those of several processes' batches of one step."""
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def calls_of(monkeypatch, owner, name):
+    """The arguments of each call of a method from here on."""
+    calls, method = [], getattr(owner, name)
+
+    def noted(*arguments):
+        calls.append(arguments)
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls

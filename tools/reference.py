@@ -54,6 +54,7 @@ def program(name: str) -> ModuleType:
     return module
 
 
+@functools.cache
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of a program, taken where the program would parse with it."""
 

@@ -65,9 +65,9 @@ def test_byte_ranges_give_what_local_files_give(directory, scheme, request):
         request.getfixturevalue("s3_server")
     url = copied_to(scheme, directory, "ranges")
     local, remote = PreparedStore(str(directory)), PreparedStore(url)
-    np.testing.assert_array_equal(contents(local), contents(remote))
-    for shard in range(local.num_shards):
-        np.testing.assert_array_equal(local.lengths(shard), remote.lengths(shard))
+    np.testing.assert_equal(contents(remote), contents(local))
+    ours, theirs = (list(prepared_store.lengths_of_all(store)) for store in (remote, local))
+    np.testing.assert_equal(ours, theirs)
     assert remote.retries == 0
     assert prepared_store.verify(url) == []
 
@@ -179,23 +179,24 @@ def test_the_cache_is_bounded(directory):
     assert len(store.cache._entries) > 1
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "missing", "extra", "table"])
-def test_verifying_names_it(directory, what):
-    tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
-    shard = directory / PreparedStore(str(directory)).shard_file(0)
-    if what == "tokenizer":
-        tokenizer.unlink()
-    elif what == "other tokenizer":
-        tokenizers.train_bpe(["some text " * 50], 265).save(directory / "tokenizer")
-    elif what == "missing":
-        shard.unlink()
-    elif what == "extra":
-        (directory / "train-09999.tokens").write_bytes(b"")
-    else:
-        (directory / "shards.bin").unlink()
-    assert prepared_store.verify(str(directory))
-    if what == "missing":
-        assert prepared_store.verify(copied_to("memory", directory, "verify"))
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer/zaya_tokenizer.json", None, "tokenizer is not the manifest's"),
+        ("tokenizer/zaya_tokenizer.json", b"{", "tokenizer cannot be read: "),
+        ("train-00001.tokens", None, "shard train-00001.tokens is missing"),
+        ("train-09999.tokens", b"", "train-09999.tokens does not belong to the prepared directory"),
+        ("shards.bin", None, "has no shards.bin, which its manifest names"),
+    ],
+)
+def test_verifying_names_it(directory, name, content, problem):
+    (directory / name).unlink(missing_ok=True)
+    if content is not None:
+        (directory / name).write_bytes(content)
+    elsewhere = [copied_to("memory", directory, name)] if "tokenizer" not in name else []
+    for address in (str(directory), *elsewhere):
+        (found,) = prepared_store.verify(address)
+        assert problem in found
 
 
 def test_a_damaged_table_is_one_problem(directory):

@@ -11,7 +11,7 @@ import tracemalloc
 import google_crc32c
 import numpy as np
 import pytest
-from data_helpers import assert_same, here, in_memory
+from data_helpers import calls_of, here, in_memory, jsonl, side_by_side, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import check_refused
@@ -33,19 +33,15 @@ def directories(prepare_text):
 def joined(config, count, steps, state=None, rounds=order.MIN_ROUNDS):
     """The global batches of `steps` steps, put together from `count` processes, and the state after
     them."""
-    batches = [pipeline.Batches(config, TOK, (i, count), rounds) for i in range(count)]
-    streams = [pipeline.Stream(b) for b in batches]
-    if state is not None:
-        for stream in streams:
-            stream.set_state(state)
-    parts = [[next(stream) for _ in range(steps)] for stream in streams]
-    states = [stream.get_state() for stream in streams]
-    for stream in streams:
+    parts, states = [], []
+    for index in range(count):
+        stream = pipeline.Stream(pipeline.Batches(config, TOK, (index, count), rounds))
+        stream.set_state(state or stream.get_state())
+        parts.append([next(stream) for _ in range(steps)])
+        states.append(stream.get_state())
         stream.close()
-    assert all(s == states[0] for s in states)
-    return [
-        {k: np.concatenate([p[t][k] for p in parts]) for k in parts[0][t]} for t in range(steps)
-    ], states[0]
+    assert states == states[:1] * count
+    return [side_by_side(several) for several in zip(*parts, strict=True)], states[0]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +60,12 @@ def test_any_number_of_processes_gives_the_same_stream(
     config = make_config(mixture=mixture, packing=packing, seq_len=128)
     whole, _ = joined(config, 1, 60, rounds=rounds)
     for count in (2, 4, 8):
-        assert_same(joined(config, count, 6, rounds=rounds)[0], whole[:6])
+        np.testing.assert_equal(joined(config, count, 6, rounds=rounds)[0], whole[:6])
     # stopped in the middle of an epoch, continued by another number of processes, and stopped again
     _, state = joined(config, 4, 23, rounds=rounds)
     some, state = joined(config, 2, 17, state, rounds)
     rest, _ = joined(config, 8, 20, state, rounds)
-    assert_same(some + rest, whole[23:])
+    np.testing.assert_equal(some + rest, whole[23:])
 
 
 @settings(
@@ -105,56 +101,34 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
         rows = [parts[0].source(era, k).layout.num_rows for k in range(num_sources)]
         given_rows = [[] for _ in rows]
         step = 0
-        while any(len(held) < n for held, n in zip(given_rows, rows, strict=True)) and step < 3000:
-            batches = [part[step] for part in parts]
-            tokens = np.concatenate([b["tokens"] for b in batches])
-            segments = np.concatenate([b["segment_ids"] for b in batches])
-            owner = np.searchsorted(firsts, tokens[:, 0], side="right") - 1
+        while any(len(held) < n for held, n in zip(given_rows, rows, strict=True)):
+            batch = side_by_side([part[step] for part in parts])
+            owner = np.searchsorted(firsts, batch["tokens"][:, 0], side="right") - 1
             for k in range(num_sources):
                 mine = [
-                    (t[s > 0], s[s > 0])
-                    for t, s, o in zip(tokens, segments, owner, strict=True)
-                    if o == k
+                    (tokens[segments > 0], segments[segments > 0])
+                    for tokens, segments in zip(
+                        batch["tokens"][owner == k], batch["segment_ids"][owner == k], strict=True
+                    )
                 ]
-                begins = [int(t[0]) for t, _ in mine]
-                if len(mine) <= rows[k]:  # none twice, unless the source has not as many
-                    assert len(set(begins)) == len(begins)
-                else:
-                    counts = np.array(list(collections.Counter(begins).values()))
-                    assert counts.max() - counts.min() <= 1 and len(counts) == rows[k]
+                times = collections.Counter(int(tokens[0]) for tokens, _ in mine)
+                fewest = len(mine) // rows[k]  # none twice, unless the source has not as many
+                assert {*times.values()} <= {fewest, fewest + 1}
+                assert len(times) == min(len(mine), rows[k])
                 given_rows[k] += mine
             step += 1
-        assert step < 3000
+            assert step < 3000
     for k, lengths in enumerate(sizes):
         epoch = given_rows[k][: rows[k]]
-        assert np.sort(np.concatenate([t for t, _ in epoch])).tolist() == list(
-            range(firsts[k], firsts[k + 1])
-        )
+        came = np.sort(np.concatenate([tokens for tokens, _ in epoch]))
+        np.testing.assert_array_equal(came, np.arange(firsts[k], firsts[k + 1]))
         document = np.repeat(np.arange(len(lengths)), lengths)
         # a segment is a stretch of one document, and only a cut begins another
         for tokens, segments in epoch:
             for s in range(1, segments.max() + 1):
-                piece = tokens[segments == s]
-                assert (np.diff(piece) == 1).all()
-                assert len(set(document[piece - firsts[k]])) == 1
-
-
-def test_phases_change_context_batch_and_mixture(make_config, directories):
-    web, code = directories
-    both = (f"{web}=0.5", f"{code}=0.5")
-    phases = (
-        Phase(tokens=64 * 8 * 10, mixture=(f"{web}=1",), ramp_from=2, ramp_tokens=64 * 8 * 4),
-        Phase(tokens=128 * 8 * 10, seq_len=128, mixture=both),
-    )
-    config = make_config(phases=phases, micro_batch=2)
-    whole, _ = joined(config, 1, 40)
-    shapes = [b["tokens"].shape for b in whole]
-    assert list(dict.fromkeys(shapes)) == [(2, 64), (4, 64), (8, 64), (8, 128)]
-    _, state = joined(config, 2, 17)
-    assert_same(joined(config, 1, 23, state)[0], whole[17:])
-    first = {name for b in whole if b["tokens"].shape[1] == 64 for name in names(b)}
-    second = [name for b in whole if b["tokens"].shape[1] == 128 for name in names(b)]
-    assert first == {"web"} and set(second) == {"web", "code"}
+                segment = tokens[segments == s]
+                assert (np.diff(segment) == 1).all()
+                assert len(set(document[segment - firsts[k]])) == 1
 
 
 def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, directories):
@@ -172,7 +146,7 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
         )
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
         # the whole run's sources
-        assert {"web", "code"} == {name for batch in batches for name in names(batch)}
+        assert names(batches) == {"web", "code"}
 
 
 def test_a_source_without_a_held_out_window_is_named(directories, make_config, caplog):
@@ -202,34 +176,25 @@ def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
     shutil.copytree(web, tmp_path / "copy")
     moved = pipeline.train_stream(config(tmp_path / "copy", web), TOK)
     assert moved.set_state(state) == ""
-    assert_same([next(moved) for _ in range(7)], rest)
+    np.testing.assert_equal([next(moved) for _ in range(7)], rest)
     other = pipeline.train_stream(config(web, code), TOK)
     assert "phases that have not begun" in other.set_state(state)
 
 
 def test_the_same_data_twice_is_refused(make_config, directories):
-    check_refused(
-        "the same data twice",
-        lambda: pipeline.Batches(
-            make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1")), TOK
-        ),
-    )
+    config = make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1"))
+    check_refused("the same data twice", pipeline.Batches, config, TOK)
 
 
 @pytest.mark.parametrize("other", ["{}/sub", "{}/sub/*", "{}/link", "{}/sub/0.txt"])
 def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
-    root = tmp_path / "corpus"
-    (root / "sub").mkdir(parents=True)
-    for i in range(4):
-        (root / f"{i}.txt").write_text(f"{i} is a number")
-        (root / "sub" / f"{i}.txt").write_text(f"{i} is another number")
+    texts = {f"{folder}{i}.txt": f"{folder}{i}" for folder in ("", "sub/") for i in range(4)}
+    root = write(tmp_path / "corpus", texts)
     (root / "link").mkdir()
     (root / "link" / "hard.txt").hardlink_to(root / "0.txt")
     mixture = (f"{root}=1", f"{other.format(root)}=1")
-    check_refused(
-        r"has the same data twice \([14] files\): batches",
-        lambda: pipeline.Batches(make_config(mixture=mixture), TOK),
-    )
+    said = r"has the same data twice \([14] files\): batches"
+    check_refused(said, pipeline.Batches, make_config(mixture=mixture), TOK)
     phases = tuple(Phase(tokens=512, mixture=(one,)) for one in mixture)
     pipeline.Batches(make_config(phases=phases), TOK)  # one after the other
 
@@ -238,16 +203,15 @@ def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
 @pytest.mark.usefixtures("in_process")
 def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_config, contexts):
     answer = {"role": "assistant", "content": "<think>" + "word " * 60 + "</think>yes"}
-    records = [[{"role": "user", "content": f"{i}?"}, answer] for i in range(40)]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": r}) + "\n" for r in records))
-    directories = [tmp_path / f"{number}-{size}" for number, size in enumerate(contexts)]
+    records = [{"messages": [{"role": "user", "content": f"{i}?"}, answer]} for i in range(40)]
+    write(tmp_path, {"c.jsonl": jsonl(records)})
+    directories = tmp_path / "first", tmp_path / "second"
     for directory, size in zip(directories, contexts, strict=True):
         here(prepare.Options([str(tmp_path / "c.jsonl")], context=size, held_out=0.1), directory)
-    phases = tuple(
-        Phase(tokens=2048, seq_len=size, packing=packing, mixture=(f"{directory}=1",))
-        for directory, size, packing in zip(
-            directories, (128, 256), ("best_fit", "concat"), strict=True
-        )
+    first, second = ((f"{directory}=1",) for directory in directories)
+    phases = (
+        Phase(tokens=2048, seq_len=128, packing="best_fit", mixture=first),
+        Phase(tokens=2048, seq_len=256, packing="concat", mixture=second),
     )
     config = make_config(phases=phases, seq_len=128)
     if contexts[0] > 128:
@@ -261,17 +225,12 @@ def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_
 
 @pytest.mark.usefixtures("in_process")
 def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    lines = [{"messages": chat}] * 30 + [{"text": "a text"}] * 7
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = {"prompt": "?", "completion": "!"}
+    write(tmp_path, {"c.jsonl": jsonl([chat] * 30 + [{"text": "a text"}] * 7)})
     here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
     config = make_config(path=str(tmp_path / "out"), packing="best_fit", chats=True)
-    check_refused(
-        "out holds 30 chats and 7 texts, prepared for --context=64, but",
-        pipeline.Batches,
-        config,
-        TOK,
-    )
+    said = "out holds 30 chats and 7 texts, prepared for --context=64, but"
+    check_refused(said, pipeline.Batches, config, TOK)
 
 
 def test_a_shard_s_table_is_read_once_while_its_block_is_open(
@@ -283,39 +242,27 @@ def test_a_shard_s_table_is_read_once_while_its_block_is_open(
     batches = pipeline.Batches(config, TOK, rounds=1)
     source, (store,) = batches.source(batches.eras[0], 0), batches.prepared_stores
     assert source.order.block_rows > 1 and source.order.most_open > store.num_shards
-    tables, own = [], prepared_store.PreparedStore._read_table
-    monkeypatch.setattr(
-        prepared_store.PreparedStore,
-        "_read_table",
-        lambda self, shard, *more: tables.append(shard) or own(self, shard, *more),
-    )
+    tables = calls_of(monkeypatch, prepared_store.PreparedStore, "_read_table")
     for step in range(source.layout.num_rows // 16):
         batches[step]
-    assert sorted(tables) == list(range(store.num_shards))
+    assert sorted(shard for _, shard, *_ in tables) == list(range(store.num_shards))
 
 
 def test_readers_that_cross_an_era_s_border_plan_each_source_once(
     make_config, directories, monkeypatch
 ):
     phases = tuple(Phase(tokens=2048, seq_len=size) for size in (64, 128))
-    config = make_config(path=directories[0], phases=phases)
-    batches, made, own = pipeline.Batches(config, TOK), [], pipeline.SourceRows.__init__
-    monkeypatch.setattr(
-        pipeline.SourceRows,
-        "__init__",
-        lambda self, *more: (made.append(self), own(self, *more))[1],
-    )
+    batches = pipeline.Batches(make_config(path=directories[0], phases=phases), TOK)
+    made = calls_of(monkeypatch, pipeline.SourceRows, "__init__")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(batches.__getitem__, [2, 3, 4, 5] * 4))
     assert len(batches.eras) == len(made) == 2
 
 
-def names(batch):
-    for row in batch["tokens"]:
-        text = TOK.decode(row)
-        yield from (
-            n for n in ("web", "code") if any(text[i:].startswith(n) for i in range(len(text)))
-        )
+def names(batches):
+    """The sources whose names stand in the batches' texts."""
+    text = "".join(TOK.decode(row) for batch in batches for row in batch["tokens"])
+    return {name for name in ("web", "code") if name in text}
 
 
 @pytest.mark.parametrize(
@@ -327,16 +274,10 @@ def test_bundles_are_read_about_once_whatever_the_processes(
 ):
     """Also of shares that are no whole number of rows: over processes each block stays in few
     hands."""
-    sources = [prepare_text(name, 1500, k, bundle_bytes=1024) for k, name in enumerate("ab")]
-    weights = (0.7, 0.3) if num_sources == 2 else (1,)
-    mixture = tuple(f"{path}={weight}" for path, weight in zip(sources, weights, strict=False))
+    first, second = (prepare_text(n, 1500, k, bundle_bytes=1024) for k, n in enumerate("ab"))
+    mixture = (f"{first}=0.7", f"{second}=0.3")[:num_sources]
     config = make_config(mixture=mixture, seq_len=64, global_batch=16, packing=packing)
-    reads, own = [], prepared_store.PreparedStore._read_bundle
-    monkeypatch.setattr(
-        prepared_store.PreparedStore,
-        "_read_bundle",
-        lambda self, *key: reads.append(key) or own(self, *key),
-    )
+    reads = calls_of(monkeypatch, prepared_store.PreparedStore, "_read_bundle")
     counts = []
     for parts in (1, 4):
         reads.clear()
@@ -386,15 +327,6 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 60 << 20
-
-
-def test_the_tokenizer_must_be_the_one_of_the_shards(make_config, directories, tmp_path):
-    other = tokenizers.train_bpe(["some text " * 50], 265)
-    check_refused(
-        "prepared with another tokenizer",
-        lambda: pipeline.train_stream(make_config(path=directories[0], vocab_size=300), other),
-    )
-    assert prepared_store.is_prepared(directories[0])
 
 
 def test_named_evaluations_without_windows_are_refused(make_config):

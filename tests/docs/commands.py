@@ -6,7 +6,7 @@ cluster, states its needs on the last line before it: `*Needs: ...*`. `python` m
 is output, or a usage with options in [], whose names are checked.
 """
 
-import functools
+import itertools
 import os
 import re
 import shlex
@@ -32,22 +32,17 @@ INLINE = re.compile(rf"`(?:\S*python -m )?(?:{BEGINS})([\w-]+)([^`]*)`")
 PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
-WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}
+BEFORE_A_COMMAND = re.compile(r"do|then|else|done|fi|\w+=.*")  # words of loops, variables
 
 
 class Block(NamedTuple):
     """A code block of a page."""
 
     page: str
-    line: int
+    place: str  # the page and its line, for a message
     language: str
     text: str
     needs: str  # the line that says so, or ""
-
-    @property
-    def place(self) -> str:
-        """Where it is, for a message."""
-        return f"{self.page}:{self.line}"
 
 
 def pages() -> list[Path]:
@@ -61,9 +56,16 @@ def blocks(text: str, page: str) -> list[Block]:
     for match in FENCE.finditer(text):
         before = [line for line in text[: match.start()].splitlines() if line.strip()]
         needs = before[-1].strip() if before and NEEDS.match(before[-1].strip()) else ""
-        line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, match["language"].strip(), match["body"], needs))
+        place = f"{page}:{text.count('\n', 0, match.start()) + 1}"
+        found.append(Block(page, place, match["language"].strip(), match["body"], needs))
     return found
+
+
+BLOCKS = [
+    block
+    for page in pages()
+    for block in blocks(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
+]
 
 
 class Reader:
@@ -107,35 +109,18 @@ class Reader:
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command: lines joined, variables and comments gone, loops opened, pipes
-    cut."""
+    cut, without the files that it reads from and writes to."""
     # a heredoc is a file
     text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)
     text = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", text.replace("\\\n", " "))
+    text = re.sub(r"(?<= )[0-9]?[<>]+&? *[\w./]\S*", "", text)
     for line in text.splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
         lexer.whitespace_split, lexer.commenters = True, "#"
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if set(word) <= set("|&;"):
-                words = without_redirections(words)
-                while words and (words[0] in WORDS_OF_LOOPS or re.match(r"\w+=", words[0])):
-                    words = words[1:]
-                if words and words[0] not in ("for", "while", "if"):
-                    yield words
-                words = []
-            else:
-                words.append(word)
-
-
-def without_redirections(words: list[str]) -> list[str]:
-    """A command without the files that it reads from and writes to."""
-    kept, skip = [], False
-    for word in words:
-        if skip or set(word) <= set("<>"):
-            skip = not skip and set(word) <= set("<>")
-            continue
-        kept.append(word)
-    return kept
+        for is_between, words in itertools.groupby(lexer, lambda word: set(word) <= set("|&;")):
+            command = list(itertools.dropwhile(BEFORE_A_COMMAND.fullmatch, words))
+            if command and not is_between and command[0] not in ("for", "while", "if"):
+                yield command
 
 
 def wrong(words: list[str], needs: bool) -> str:
@@ -209,11 +194,5 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
         default = run or (needs and not (ROOT / file).is_file())
         own = [] if default or not given else [f"--config={ROOT / file}"]
         args = own + [arg for arg in args if arg != given]
-    parser(name).parse_args(args)
+    reference.parser_of(name).parse_args(args)
     return ""
-
-
-@functools.cache
-def parser(name: str):
-    """A program's parser."""
-    return reference.parser_of(name)

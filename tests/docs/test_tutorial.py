@@ -4,7 +4,6 @@ README.md and docs/ page by page in one folder: long runs are shortened, and blo
 needs, and set-up commands, are skipped.
 """
 
-import functools
 import json
 import re
 
@@ -12,7 +11,7 @@ import commands
 import pytest
 
 ROOT = commands.ROOT
-PAGE = ROOT / "docs" / "tutorial.md"
+TUTORIAL = [block for block in commands.BLOCKS if block.page == "docs/tutorial.md"]
 NUMBER = r"(?<![A-Za-z_])[+-]?\d[\d,.]*(?:e[+-]?\d+)?(?:m\d+s|[ms])?"
 
 
@@ -37,13 +36,12 @@ def missing(shown: str, printed: str) -> list[str]:
 
 
 def test_every_block_of_the_tutorial_can_be_run():
-    found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
-    assert not [
-        block.place
-        for block in found
-        if block.needs or block.language not in ("sh", "python", "text")
-    ]
-    languages = [block.language for block in found if block.language != "text"]
+    assert {(block.language, block.needs) for block in TUTORIAL} == {
+        ("sh", ""),
+        ("python", ""),
+        ("text", ""),
+    }
+    languages = [block.language for block in TUTORIAL if block.language != "text"]
     assert languages == sorted(languages, reverse=True), (
         "Python comes after all commands: it is run as one"
     )
@@ -53,9 +51,8 @@ def test_every_block_of_the_tutorial_can_be_run():
 @pytest.mark.slow
 def test_the_tutorial_from_beginning_to_end(tmp_path):
     reader, printed = commands.Reader(tmp_path), ""
-    found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
-    of_python = "".join(block.text for block in found if block.language == "python")
-    for block in found:
+    of_python = "".join(block.text for block in TUTORIAL if block.language == "python")
+    for block in TUTORIAL:
         if block.language == "sh":
             printed = reader.types(block.text)
         elif block.language == "python":
@@ -76,54 +73,38 @@ def test_the_tutorial_from_beginning_to_end(tmp_path):
     assert 1 < code < 5 and 1 < prose < 6
 
 
-STEPS = {
-    "runs/wider": 12,
-    "runs/spread": 4,
-    "runs/four": 6,
-    "runs/eight_devices": 4,
-    "runs/long": 3,
-}
+STEPS = {"wider": 12, "spread": 4, "four": 6, "eight_devices": 4, "long": 3}
 SETS_UP = re.compile(r"^ *make (?:test|one|setup\S*)\b.*$", re.M)
+LINE = r"(?:[^\n\\]|\\\n)*"  # and those that continue it
+TRAINS = re.compile(
+    rf"experiments\.(?:pretrain|supervise){LINE}--workdir=runs/({'|'.join(STEPS)})\b{LINE}"
+)
 
 
 def shorter(text: str) -> str:
     """A block's commands without set-up and tests, and with fewer steps of long runs."""
     text = SETS_UP.sub("", text)
     text = re.sub(r"\bmake pretrain\b", ".venv/bin/python -m experiments.pretrain", text)
-    for name, steps in STEPS.items():
-        to_the_end = r"(?:[^\n\\]|\\\n)*"
-        trains = rf"experiments\.(?:pretrain|supervise){to_the_end}--workdir={name}\b{to_the_end}"
-        text = re.sub(trains, functools.partial(with_steps, name, steps), text)
-    return text
+    return TRAINS.sub(with_few_steps, text)
 
 
-def with_steps(workdir: str, steps: int, command: re.Match) -> str:
+def with_few_steps(command: re.Match) -> str:
     """A training command with its number of steps inserted or replaced."""
     text = re.sub(r" +--config\.run\.num_steps=\d+", "", command[0])
-    return text.replace(
-        f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}"
-    )
-
-
-def typed() -> list[commands.Block]:
-    """The blocks of commands that need nothing, in the order of the pages."""
-    found = []
-    for page in commands.pages():
-        name = str(page.relative_to(commands.ROOT))
-        if name != "docs/tutorial.md":
-            found += commands.blocks(page.read_text(encoding="utf-8"), name)
-    return [block for block in found if block.language == "sh" and not block.needs]
+    steps = f" --config.run.num_steps={STEPS[command[1]]}"
+    return text.replace(f"--workdir=runs/{command[1]}", f"--workdir=runs/{command[1]}{steps}")
 
 
 @pytest.mark.slow
 def test_every_command_that_needs_nothing_ends_well(tmp_path):
-    compilers = (commands.ROOT / ".venv-targets").is_dir()
+    compilers = ROOT / ".venv-targets"
     reader = commands.Reader(tmp_path)
-    if compilers:
-        (tmp_path / ".venv-targets").symlink_to(commands.ROOT / ".venv-targets")
-    for block in typed():
+    (tmp_path / ".venv-targets").symlink_to(compilers)
+    for block in commands.BLOCKS:
+        if block.language != "sh" or block.needs or block in TUTORIAL:
+            continue
         text = shorter(block.text)
-        if "experiments.compile" in text and not compilers:
+        if "experiments.compile" in text and not compilers.is_dir():
             print(block.place, "is left out: make setup-targets has not run")
         elif text.strip():
             print(block.place)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
-from data_helpers import here, jsonl, write
+from data_helpers import calls_of, here, jsonl, write
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
@@ -291,16 +291,15 @@ def test_a_name_that_is_null_is_no_mark():
         )
 
 
-def test_many_turns_cost_a_few_renderings():
+def test_many_turns_cost_a_few_renderings(monkeypatch):
     """Of prefixes it was one for each answer, so twice the turns cost four times the time."""
+    talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
+    renderings = calls_of(monkeypatch, chat_template.Template, "_write")
     for family in FAMILIES:
-        tok = tokenizer_of(FAMILIES[family])
-        form, renderings = chat_template.Template(tok), []
-        plain = form._write
-        form._write = lambda *given: renderings.append(len(given[1])) or plain(*given)  # noqa: B023
-        talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
-        document, _ = form.encode_within(chat.parse_chat(talk), None)
-        assert counted(document)[0] == 80 and sum(renderings) < 6 * len(talk), family
+        renderings.clear()
+        _, document, _ = prepared(FAMILIES[family], talk)
+        assert counted(document)[0] == 80
+        assert sum(len(turns) for _, _, turns, *_ in renderings) < 6 * len(talk), family
 
 
 @pytest.mark.usefixtures("in_process")
