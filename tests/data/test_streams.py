@@ -131,6 +131,19 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
                 assert len(set(document[segment - firsts[k]])) == 1
 
 
+def test_phases_change_context_batch_and_mixture(make_config, directories):
+    web, code = directories
+    phases = (
+        Phase(tokens=64 * 8 * 10, mixture=(f"{web}=1",), ramp_from=2, ramp_tokens=64 * 8 * 4),
+        Phase(tokens=128 * 8 * 10, seq_len=128, mixture=(f"{web}=0.5", f"{code}=0.5")),
+    )
+    whole, _ = joined(make_config(phases=phases, micro_batch=2), 1, 30)
+    shapes = [b["tokens"].shape for b in whole]
+    assert list(dict.fromkeys(shapes)) == [(2, 64), (4, 64), (8, 64), (8, 128)]
+    first = shapes.index((8, 128))
+    assert (names(whole[:first]), names(whole[first:])) == ({"web"}, {"web", "code"})
+
+
 def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, directories):
     """Its values come from outside the phases; another phase's in their place would make it one
     that cannot be."""

@@ -67,7 +67,8 @@ def test_saved_and_loaded_is_the_same(bpe, tmp_path):
     for i, tok in enumerate((tokenizers.load("bytes"), bpe)):
         tok.save(tmp_path / str(i))
         again = tokenizers.load(tmp_path / str(i))
-        assert again.sha256 == tok.sha256  # of the ids of begin, end and padding too
+        assert again.sha256 == tok.sha256
+        assert (again.bos_id, again.eos_id, again.pad_id) == (tok.bos_id, tok.eos_id, tok.pad_id)
         assert again.encode(TEXT) == tok.encode(TEXT)
         assert not [p for p in (tmp_path / str(i)).iterdir() if p.suffix in (".pkl", ".pickle")]
 
