@@ -14,10 +14,12 @@ INTRODUCTION = """\
 # The config
 
 A config file is Python with `get_config()`, which starts from `zaya_jax.config.default()` and changes some keys
-(`experiments/configs`). On the command line each key except phases is `--config.KEY=VALUE`. A value outside its row's
-range is refused by name, before anything is compiled or written, and so are NaN and infinities. A key that differs from
-its default and has no effect beside the others, such as `run.beta` without `run.preference=dpo`, is named by a note: at
-a run's start, by `--describe`, and in the pages of `experiments.plan` and `experiments.compile`.
+(`experiments/configs`). On the command line each key except phases is `--config.KEY=VALUE`.
+
+A value outside its row's range, a NaN or an infinity ends the command with a line that names the key, before anything
+is compiled or written. If a key differs from its default and has no effect beside the others, such as `run.beta`
+without `run.preference=dpo`, a note names it: at a run's start, by `--describe`, and in the pages of `experiments.plan`
+and `experiments.compile`.
 """
 
 

@@ -25,12 +25,12 @@ MINUTES = 60 * 24 * 365
 class Rope:
     """A rotary embedding."""
 
-    rope_type: str = choice("default", ("default",), "no scaling is known")
+    rope_type: str = choice("default", ("default",), "no scaled variant is supported")
     rope_theta: float = ranged(
-        10_000.0, 1, 1e15, "base: channel pair i of n turns by base^(-i/n) a token"
+        10_000.0, 1, 1e15, "base; channel pair i of n rotates by base^(-i/n) per token"
     )
     partial_rotary_factor: float = ranged(
-        0.5, 0, 1, "share of a head's channels that turn; an even number"
+        0.5, 0, 1, "share of a head's channels that rotate; an even number of them"
     )
 
 
@@ -47,7 +47,7 @@ class Model:
     """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
 
     model_type: str = choice(
-        "zaya", ("zaya", "dense"), "dense: plain attention, one gated MLP a layer"
+        "zaya", ("zaya", "dense"), "dense: plain attention, and one gated MLP per layer"
     )
     vocab_size: int = ranged(262_272, 1, 2**26, "rows of the embedding")
     hidden_size: int = ranged(2048, 1, 2**20, "width of the residual stream")
@@ -57,14 +57,12 @@ class Model:
         2, 1, 2**14, "key-value heads; each serves an equal group of queries"
     )
     head_dim: int = ranged(128, 1, 2**14, "channels of a head")
-    intermediate_size: int = ranged(
-        0, 0, 2**22, "a dense model's width of the gated MLP; 0 in others"
-    )
+    intermediate_size: int = ranged(0, 0, 2**22, "width of a dense model's gated MLP; 0 in others")
     moe_intermediate_size: int = ranged(2048, 1, 2**22, "an expert's width")
     num_experts: int = ranged(
         16, 1, 2**16, "experts per layer; a dense model's one MLP counts as one"
     )
-    num_experts_per_tok: int = ranged(1, 1, 1, "experts that a token goes to")
+    num_experts_per_tok: int = ranged(1, 1, 1, "experts per token")
     router_hidden_size: int = ranged(256, 1, 2**16, "the router's width")
     cca_time0: int = ranged(2, 1, 1024, "taps of the depthwise convolution over queries and keys")
     cca_time1: int = ranged(2, 1, 1024, "taps of the grouped convolution after it")
@@ -74,7 +72,7 @@ class Model:
         (), LAYER_KINDS, 'kinds of layers, bottom first; (): all "hybrid"'
     )
     sliding_window: int | None = ranged(
-        None, 1, MOST, "of hybrid_sliding layers, in tokens with the query"
+        None, 1, MOST, "window of hybrid_sliding layers in tokens, with the query's own"
     )
     rope_parameters: RopeKinds = RopeKinds()
     max_position_embeddings: int = ranged(
@@ -86,8 +84,8 @@ class Model:
         True, (True,), "the head is the embedding; ZAYA has no other"
     )
     attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
-    initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
-    pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
+    initializer_range: float = ranged(0.02, 0, 100, "standard deviation of new matrices")
+    pad_token_id: int | None = ranged(None, 0, 2**26, "the padding id; None: the tokenizer's")
     layer: str = text("", "name", "a layer of your own, MODULE:CLASS; docs/howto/own_layer.md")
     router: str = text("", "name", "a router of your own, MODULE:CLASS")
     bos_token_id: int | None = ranged(
@@ -110,11 +108,9 @@ class Data:
     path: str = text(
         "stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory'
     )
-    mixture: tuple[str, ...] = text(
-        (), "source", 'in place of path, several sources: "path=weight"'
-    )
+    mixture: tuple[str, ...] = text((), "source", 'several sources instead of path: "path=weight"')
     chats: bool = key(
-        False, "the data is chats (JSONL, Parquet, prepared): only answers are learnt"
+        False, "the data are chats (JSONL, Parquet, prepared); only answers are learnt"
     )
     tokenizer: str = text(
         "bytes", "path", '"bytes", a tokenizer.json, or the folder of a saved tokenizer'
@@ -122,14 +118,14 @@ class Data:
     seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
     global_batch: int = ranged(4096, 1, 2**24, "sequences per step")
     micro_batch: int = ranged(
-        0, 0, 2**24, "sequences at once over all devices, at most; 0: the whole batch"
+        0, 0, 2**24, "most sequences computed at once, over all devices; 0: the whole batch"
     )
     packing: str = choice(
-        "concat", PACKINGS, "fill rows by concat (and split), or best_fit (decreasing)"
+        "concat", PACKINGS, "how documents fill rows: concat cuts them, best_fit keeps them whole"
     )
-    cross_documents: bool = key(False, "let documents of a row attend to each other")
+    cross_documents: bool = key(False, "documents of a row attend to each other")
     on_corrupt: str = choice(
-        "stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding"
+        "stop", ("stop", "skip"), "at a damaged record: stop, or turn it into padding"
     )
 
 
@@ -137,28 +133,32 @@ class Data:
 class Optim:
     """Muon and AdamW."""
 
-    name: str = choice("muon", ("muon", "adamw"), "muon: for matrices, with adamw for the rest")
+    name: str = choice("muon", ("muon", "adamw"), "muon: Muon for matrices and AdamW for the rest")
     lr: float = ranged(1e-3, 0, 1000, "the learning rate at the schedule's peak")
     b1: float = ranged(0.9, 0, BELOW_ONE, "AdamW's decay of the mean gradient")
     b2: float = ranged(0.95, 0, BELOW_ONE, "AdamW's decay of the mean squared gradient")
-    eps: float = ranged(1e-8, 0, 1, "AdamW's, added to the root")
+    eps: float = ranged(1e-8, 0, 1, "added to the root in AdamW")
     adamw_lr_factor: float = ranged(
-        1.0, 0, 1e6, "AdamW's learning rate over Muon's; with spectral, say, 0.1"
+        1.0, 0, 1e6, "AdamW's learning rate over Muon's; with spectral, for example, 0.1"
     )
-    weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix per step")
+    weight_decay: float = ranged(
+        0.1, 0, 1000, "times the learning rate: the share by which a step shrinks each matrix"
+    )
     clip_norm: float = ranged(
-        1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping"
+        1.0, 0, 1e30, "maximum norm of the gradient over all weights; 0: no clipping"
     )
     z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
-    momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")
-    nesterov: bool = key(True, "Muon looks ahead by its momentum")
+    momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's momentum")
+    nesterov: bool = key(True, "Nesterov momentum in Muon")
     muon_scale: str = choice(
-        "match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral"
+        "match_rms_adamw", SCALES, "scale of Muon's update: as large as AdamW's, or spectral"
     )
     newton_schulz: str = choice(
-        "keller_jordan", ("keller_jordan", "polar_express"), "the coefficients of Muon's iteration"
+        "keller_jordan",
+        ("keller_jordan", "polar_express"),
+        "coefficients of Muon's Newton-Schulz iteration",
     )
-    newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
+    newton_schulz_steps: int = ranged(5, 1, 99, "steps of Muon's Newton-Schulz iteration")
     rows: tuple[str, ...] = text(
         (), "source", 'for weights of your own layers: "PATH=muon" or "PATH=adamw"'
     )
@@ -168,10 +168,10 @@ class Optim:
 class Balance:
     """The biases that balance the experts' load."""
 
-    enabled: bool = key(True, "move them")
+    enabled: bool = key(True, "update the biases")
     lr: float = ranged(1e-3, 0, 1000, "their learning rate")
-    b1: float = ranged(0.9, 0, BELOW_ONE, "as AdamW's")
-    b2: float = ranged(0.95, 0, BELOW_ONE, "as AdamW's")
+    b1: float = ranged(0.9, 0, BELOW_ONE, "as optim.b1, for the biases")
+    b2: float = ranged(0.95, 0, BELOW_ONE, "as optim.b2, for the biases")
     dead_after: int = ranged(
         100, 1, MOST, "steps without a token after which an expert counts as dead"
     )
@@ -182,18 +182,18 @@ class Mesh:
     """The devices as a box of four axes; docs/parallelism.md."""
 
     data: int = ranged(
-        -1, -1, 2**20, "devices that share out sequences; -1: all that other axes leave"
+        -1, -1, 2**20, "devices that split the batch's sequences; -1: all that other axes leave"
     )
-    expert: int = ranged(1, 1, 2**16, "devices over which experts are spread, and sequences too")
-    context: int = ranged(1, 1, 2**16, "devices over which the tokens of a sequence are spread")
-    tensor: int = ranged(1, 1, 2**14, "devices over which heads and widths are spread")
-    fsdp: bool = key(False, "weights lie over data too, gathered layer by layer")
-    tsp: bool = key(False, "tensor splits the sequence too: weights travel in place of activations")
+    expert: int = ranged(1, 1, 2**16, "devices that split the experts, and sequences too")
+    context: int = ranged(1, 1, 2**16, "devices that split the tokens of a sequence")
+    tensor: int = ranged(1, 1, 2**14, "devices that split heads and widths")
+    fsdp: bool = key(False, "weights are sharded over data too, and gathered layer by layer")
+    tsp: bool = key(False, "tensor splits the sequence too: weights travel instead of activations")
     ring: bool = key(
-        False, "over context, keys and values travel round a ring in place of being gathered"
+        False, "over context, keys and values travel round a ring instead of being gathered"
     )
     across: bool = key(
-        False, "context lies over nodes in place of inside one, which data and expert then share"
+        False, "context spans nodes instead of staying in one; data and expert then share a node"
     )
 
 
@@ -211,11 +211,11 @@ class Phase:
     ramp_from: int = ranged(
         0, 0, 2**24, "sequences per step at first, doubled to global_batch; 0: no ramp"
     )
-    ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
+    ramp_tokens: int = ranged(0, 0, TOKENS, "tokens over which the doublings are spread")
     mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
     packing: str = choice("", ("", *PACKINGS), "data.packing")
     mesh: Mesh | None = key(  # noqa: RUF009
-        None, "the whole group; where it differs from the phase before, a new start takes over"
+        None, "the whole group; if it differs from the phase before, a new start takes over"
     )
     remat: str = choice("", ("", *REMATS), "remat")
     eval_seq_len: int = ranged(0, 0, 2**27, "tokens of a held-out window: this phase's seq_len")
@@ -223,7 +223,7 @@ class Phase:
         0.0, 0, 1000, "learning rate at its start, after the run's warm-up; 0: the run's schedule"
     )
     lr_end: float | None = ranged(None, 0, 1000, "learning rate at its end; None: lr throughout")
-    schedule: str = choice("", ("", *DECAYS), "the way from lr to lr_end: schedule.decay")
+    schedule: str = choice("", ("", *DECAYS), "shape of the way from lr to lr_end: schedule.decay")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,15 +231,15 @@ class Schedule:
     """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its
     tokens. A phase with a rate of its own shares only the warm-up."""
 
-    warmup_fraction: float = ranged(0.02, 0, 1, "over which the learning rate rises from 0")
+    warmup_fraction: float = ranged(0.02, 0, 1, "share in which the learning rate rises from 0")
     decay_fraction: float = ranged(
-        0.2, 0, 1, "over which it falls; 1 - warmup_fraction: plain cosine, say"
+        0.2, 0, 1, "share in which it falls; 1 - warmup_fraction: no constant part"
     )
     decay_steps: int = ranged(0, 0, MOST, "steps of the decay; 0: as decay_fraction says")
-    decay: str = choice("linear", DECAYS, "how it falls")
-    final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
+    decay: str = choice("linear", DECAYS, "shape of the decay")
+    final_lr_fraction: float = ranged(0.0, 0, 1, "the final learning rate over optim.lr")
     phases: tuple[Phase, ...] = key(
-        (), "of config.Phase, in order; (): one phase of run.num_steps steps"
+        (), "config.Phase values in order; (): one phase of run.num_steps steps"
     )
 
 
@@ -249,24 +249,24 @@ class Run:
 
     # Above that, random keys take the number modulo 2**32: two seeds would begin with the same
     # weights.
-    seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
+    seed: int = ranged(0, 0, 2**32 - 1, "seed of weights, data order and sampling")
     num_steps: int = ranged(1000, 1, MOST, "the last step; it may end a run with phases early")
     skip_update: str = choice(
         "nonfinite",
         ("never", "nonfinite", "spike"),
-        "gradients left out: not finite, or also far too large",
+        "skip gradients that are not finite, or (spike) also far too large",
     )
     spike_deviations: float = ranged(
-        6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"'
+        6.0, 0, 1e6, 'for "spike": deviations of the gradient norm above its mean'
     )
     init_from: str = text(
-        "", "path", "first weights: any model's name (docs/pytorch.md), or exported parameters"
+        "", "path", "initial weights: any model's name (docs/pytorch.md), or exported parameters"
     )
     lora: int | None = ranged(
         None, 1, 2**14, "train updates of this rank over init_from's weights; None: all weights"
     )
     base: str = choice(
-        "compute", ("compute", "fp8", "mxfp4"), "under lora: the frozen experts in memory"
+        "compute", ("compute", "fp8", "mxfp4"), "with lora: format of the frozen experts in memory"
     )
     preference: str = choice(
         "none",
@@ -274,16 +274,18 @@ class Run:
         "dpo: learn from pairs of answers, measured against init_from's weights",
     )
     beta: float = ranged(
-        0.1, 1e-6, 1e6, "dpo's: the larger, the nearer to init_from's answers the model stays"
+        0.1, 1e-6, 1e6, "for dpo: the larger, the closer the model stays to init_from's answers"
     )
     fork: str = text(
-        "", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md"
+        "",
+        "path",
+        "the run to continue from, with changes: folder, URL or FOLDER@STEP; docs/recipe.md",
     )
     changed_source: bool = key(
-        False, "go on although the file of model.layer or model.router has changed"
+        False, "continue although the file of model.layer or model.router has changed"
     )
-    fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
-    fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")
+    fork_step: int = ranged(0, 0, MOST, "the step that run.fork continues from; filled in")
+    fork_tokens: int = ranged(0, 0, TOKENS, "the tokens seen by that step; filled in")
 
     @property
     def takes_pairs(self) -> bool:
@@ -295,7 +297,7 @@ class Run:
 class Eval:
     """The loss on held-out text, and the scores of tasks."""
 
-    every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
+    every: int = ranged(100, 1, MOST, "steps between evaluations; the last step always has one")
     windows: int = ranged(
         64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none"
     )
@@ -306,9 +308,11 @@ class Eval:
         (), "name", "lm-eval's tasks, logged as eval/TASK/METRIC; docs/evaluation.md"
     )
     tasks_every: int = ranged(
-        1000, 1, MOST, "steps between two runs of the tasks; the last step has one always"
+        1000, 1, MOST, "steps between two runs of the tasks; the last step always has one"
     )
-    tasks_limit: int = ranged(0, 0, MOST, "documents of each task, the first ones; 0: all")
+    tasks_limit: int = ranged(
+        0, 0, MOST, "only this many documents of each task, the first ones; 0: all"
+    )
     tasks_path: str = text("", "path", "a folder with tasks of your own")
 
 
@@ -318,18 +322,22 @@ class Checkpoint:
 
     every_steps: int = ranged(500, 1, MOST, "steps between saves; the last step is always saved")
     every_minutes: float = ranged(
-        0.0, 0, MINUTES, "and whenever so much time has passed; 0: by steps alone"
+        0.0, 0, MINUTES, "also save when this many minutes have passed; 0: only by steps"
     )
-    keep: int = ranged(3, 1, MOST, "how many of the newest stay")
-    keep_every: int = ranged(0, 0, MOST, "also those whose step is a multiple of this; 0: none")
-    keep_best: int = ranged(0, 0, MOST, "also this many with the lowest held-out loss")
+    keep: int = ranged(3, 1, MOST, "keep this many of the newest")
+    keep_every: int = ranged(
+        0, 0, MOST, "also keep those whose step is a multiple of this; 0: none"
+    )
+    keep_best: int = ranged(0, 0, MOST, "also keep this many with the lowest held-out loss")
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
     on_corrupt: str = choice(
-        "stop", ("stop", "previous"), "newest is damaged: stop, or take an older one"
+        "stop",
+        ("stop", "previous"),
+        "if the newest is damaged: stop, or continue from an older one",
     )
     max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
     max_wait: float = ranged(
-        60.0, 0, 60 * MINUTES, "seconds that a save waits for the one before; then it fails"
+        60.0, 0, 60 * MINUTES, "seconds that a save waits for the one before, then fails"
     )
 
 
@@ -338,22 +346,22 @@ class Guard:
     """How a run guards its numbers; docs/guard.md."""
 
     spike_steps: int = ranged(
-        10, 0, MOST, "steps with too high a loss or gradient before it counts as a spike; 0: never"
+        10, 0, MOST, "steps with too high a loss or gradient norm that make a spike; 0: none do"
     )
     spike_deviations: float = ranged(
-        8.0, 1, 1e6, "robust deviations above the last steps' median: too high"
+        8.0, 1, 1e6, "too high is above the last steps' median by this many robust deviations"
     )
     rollbacks: int = ranged(
-        10, 0, MOST, "times that a run goes back before a spike; the next ends it with 3"
+        10, 0, MOST, "rollbacks allowed after spikes; one more ends the run with code 3"
     )
     replay_every: int = ranged(
-        500, 0, MOST, "steps between two that are computed twice and compared; 0: off"
+        500, 0, MOST, "steps between checks that compute gradients again and compare them; 0: off"
     )
     try_step: str = choice(
         "auto",
         ("auto", "always", "never"),
-        "a small model's step against a CPU's numbers: auto: once on each new machine with GPUs;"
-        " always: at each start",
+        "compare a small model's step with a CPU's numbers: auto: once on each new machine with"
+        " GPUs; always: at each start",
     )
 
 
@@ -364,8 +372,8 @@ class Hardware:
     figures: str = text(
         "",
         "path",
-        "of experiments.characterize on this machine, a file or its folder: they settle fusion"
-        " buffers, levels of sums, and, where not on, mesh.ring and mesh.across",
+        "a file of experiments.characterize on this machine, or its folder: sets fusion buffers,"
+        " levels of sums and, unless they are on, mesh.ring and mesh.across",
     )
 
 
@@ -394,21 +402,21 @@ class Precision:
     matmul: str = choice(
         "default",
         ("default", "high", "highest"),
-        'float32 where compute is "float32": TF32, or "highest"',
+        'where compute is "float32": TF32, or with "highest" float32',
     )
     newton_schulz: str = choice(
         "compute",
         ("compute", "bfloat16", "float32"),
-        "Muon's iteration and, between devices, its directions; compute: like compute. float32 is"
-        " never TF32",
+        "format of Muon's iteration, and of its directions between devices; compute: as"
+        " precision.compute. float32 is never TF32",
     )
     momentum: str = choice("float32", FLOATS, "format of Muon's momentum")
     # Copies that products make anyway: a step gives the same bits.
     weights: str = choice(
         "compute",
         ("compute", "float32"),
-        "devices' copies of matrices whose gradients are reduced layer by layer; their owners have"
-        " float32. Of other experts on a GPU, copies for the time of a step",
+        "the devices' copies of matrices whose gradients are reduced layer by layer (their owners"
+        " have float32), and of other experts on a GPU, for the time of a step",
     )
 
 
@@ -422,7 +430,7 @@ class Log:
     trackers: tuple[str, ...] = choice(
         (),
         ("wandb", "mlflow", "trackio"),
-        "services that also receive each step's figures; docs/metrics.md",
+        "services that also receive each step's metrics; docs/metrics.md",
     )
     profile: str = text(
         "", "text", "STEP or STEP:STEPS to trace with jax.profiler; docs/howto/profile.md"
@@ -430,15 +438,15 @@ class Log:
     sample_prompt: str = text(
         "def ", "text", "text that the sample continues; with data.chats, the user's turn"
     )
-    sample_tokens: int = ranged(256, 0, 2**20, "its length")
-    sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
+    sample_tokens: int = ranged(256, 0, 2**20, "tokens of the sample")
+    sample_temperature: float = ranged(0.7, 0, 1000, "temperature of the sample; 0: greedy")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Config:
     """Everything that decides a run, checked and frozen."""
 
-    name: str = text("unnamed", "name", "the run's; without --workdir its folder is runs/NAME")
+    name: str = text("unnamed", "name", "the run's name; without --workdir its folder is runs/NAME")
     model: Model = Model()
     data: Data = Data()
     optim: Optim = Optim()
@@ -458,9 +466,9 @@ class Config:
     kernels: tuple[str, ...] = text(
         ("auto",),
         "name",
-        "the operators that use this project's kernels on a GPU, by their folders in pallas_kernels,"
-        " or one word: auto: all where tiles were chosen for the card, or what `python -m"
-        " pallas_kernels.tune` found on it; all; none",
+        "operators that use this project's kernels on a GPU, by their folders in pallas_kernels; or"
+        " one word: all, none, or auto: those that `python -m pallas_kernels.tune` chose on this"
+        " card, otherwise all if the table has tiles for it",
     )
 
     def __repr__(self) -> str:
