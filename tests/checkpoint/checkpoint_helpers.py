@@ -1,5 +1,8 @@
 """Runs' folders of checkpoints for tests, and comparisons of states and folders."""
 
+import functools
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,12 +40,27 @@ def train(workdir, *steps, plus=0, state=small, say=print, meta=(), **settings):
     return workdir / "checkpoints"
 
 
+def put_in_place(folder, other):
+    """Puts another folder's content in the place of this one's."""
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+def flip(file, bit=0):
+    """Changes a bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def cut(file):
+    """Takes the last byte of a file away."""
+    file.write_bytes(file.read_bytes()[:-1])
+
+
 def content(folder):
     return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), a, b)

@@ -2,7 +2,6 @@
 places); what people see of checkpoints: the tables, the file of times, and the commands."""
 
 import errno
-import functools
 import itertools
 import json
 import math
@@ -14,18 +13,15 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_helpers import put, train
+from checkpoint_helpers import flip, put, put_in_place, save, train
 from refusals import check_error, check_refused, check_storage_error
-from saved_trees import save_tree
 from waiting import until
 
 from experiments.checkpoint import __main__ as checkpoint
-from zaya_jax import config
 from zaya_jax.checkpoint import folders, layout, partial, seal, storage
 from zaya_jax.checkpoint.run import look, store, timings
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint
-from zaya_jax.training.workdir import open_workdir
 
 
 def state(seed):
@@ -103,8 +99,7 @@ def test_a_disk_that_refuses_for_another_reason_has_damaged_nothing(runs, monkey
 
 
 def test_another_run_s_step(runs):
-    shutil.rmtree(runs[0] / "40")
-    shutil.copytree(runs[1] / "40", runs[0] / "40")
+    put_in_place(runs[0] / "40", runs[1] / "40")
     assert "is of run " in str(Vault(runs[0]).verify(40)[0])
     check_storage_error(
         r"is of run \w+, not of run \w+, whose name is in .run",
@@ -121,10 +116,10 @@ def test_another_run_s_step(runs):
 def test_any_byte_of_the_list_itself(runs):
     marker = runs[0] / "40" / layout.SEAL_FILE
     content = marker.read_bytes()
-    for at in range(0, len(content), 7):
-        for change in (1, 32):
-            marker.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
-            assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.SEAL_FILE], at
+    for byte, bit in itertools.product(range(0, len(content), 7), (0, 5)):
+        flip(marker, 8 * byte + bit)
+        assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.SEAL_FILE], byte
+        marker.write_bytes(content)
     for other in (content + b"\n", content.replace(b'3,"', b'4,"')):
         marker.write_bytes(other)
         assert Vault(runs[0]).verify(40)[0].file == layout.SEAL_FILE
@@ -173,15 +168,12 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, calle
     checkpoints.find_newest()
     over, saved, looks = threading.Event(), [], []
 
-    def save():
+    def saves():
         while not over.is_set():
             saved.append(len(saved) + 1)
-            save_tree(
-                checkpoints, saved[-1], state(saved[-1]), {"step": saved[-1], "tokens": saved[-1]}
-            )
-            checkpoints.wait()
+            save(checkpoints, saved[-1], state=state)
 
-    thread = threading.Thread(target=save)
+    thread = threading.Thread(target=saves)
     thread.start()
     place = durable or tmp_path / "run"
     try:
@@ -200,37 +192,23 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, calle
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     """A run's folder with steps 4 and 9, of eight devices."""
-    folder = open_workdir(tmp_path_factory.mktemp("look") / "run", config.check(config.default()))
-    checkpoints = store.Store(folder, Checkpoint())
-    for step in (4, 9):
-        w, b = put(jnp.ones((32, 1000)), ("data", "expert"), None), put(jnp.ones(7))
-        state = {"params": {"w": w, "b": b}, "optimizer": {"w": w.astype(jnp.bfloat16)}}
-        meta = {
-            "step": step,
-            "tokens": 1000 * step,
-            "version": "1",
-            "metrics": {"eval/loss": step / 3},
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "PART_BYTES", 1000)  # otherwise parts as small lie in one chunk
-            save_tree(checkpoints, step, state, meta)
-    checkpoints.close()
-    return folder
+    w, b = put(jnp.ones((32, 1000)), ("data", "expert"), None), put(jnp.ones(7))
+    tree = {"params": {"w": w, "b": b}, "optimizer": {"w": w.astype(jnp.bfloat16)}}
+    meta = {"version": "1", "metrics": {"eval/loss": 4 / 3}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "PART_BYTES", 1000)  # otherwise parts as small lie in one chunk
+        root = train(tmp_path_factory.mktemp("look") / "run", 4, 9, state=lambda _: tree, meta=meta)
+    return root.parent
 
 
-@pytest.fixture
-def run(called):
-    return functools.partial(called, checkpoint)
-
-
-def test_inspect_shows_steps_and_arrays(run, workdir):
+def test_inspect_shows_steps_and_arrays(called, workdir):
     (workdir / "checkpoints" / ".saving-12").mkdir()
-    code, out, _ = run("inspect", f"--workdir={workdir}", "--step=4", "--html")
+    code, out, _ = called(checkpoint, "inspect", f"--workdir={workdir}", "--step=4", "--html")
     (workdir / "checkpoints" / ".saving-12").rmdir()
     text = re.sub("[ |]+", " ", out).replace(" \n", "\n")
     assert code == 0
-    assert re.search(r"4 4,000 19\d(\.\d)? kB 1 1.3333 20\S+ \S+( [\d.]+ (m|µ)?s){5}\n", text)
-    assert "\n 9 9,000 " in text and "was killed): .saving-12." in text
+    assert re.search(r"4 4 19\d(\.\d)? kB 1 1.3333 20\S+ \S+( [\d.]+ (m|µ)?s){5}\n", text)
+    assert "\n 9 9 " in text and "was killed): .saving-12." in text
     assert "params.w 32 x 1000 float32 128 kB 4 x 1000 8\n" in text
     assert "params.b 7 float32 28 B 7 1\n" in text
     assert "optimizer.w 32 x 1000 bfloat16 64 kB 4 x 1000 8\n = optimizer 64 kB\n" in text
@@ -238,16 +216,16 @@ def test_inspect_shows_steps_and_arrays(run, workdir):
     assert str(workdir / "checkpoints.html") in out
 
 
-def test_damage_is_a_line_and_its_exit_code(run, workdir, tmp_path):
+def test_damage_is_a_line_and_its_exit_code(called, workdir, tmp_path):
     shutil.copytree(workdir, tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "9"
     os.truncate(step / "state" / "params.b" / "c.0", 10)
-    code, out, err = run("verify", f"--workdir={tmp_path}/run")
+    code, out, err = called(checkpoint, "verify", f"--workdir={tmp_path}/run")
     assert (code, err) == (4, "error: 1 of 2 checkpoints damaged\n")
     what = r"step 9: state/params.b/c.0 \(array params.b\) is truncated: 10 bytes instead of 32"
     assert re.fullmatch(rf"step 4: \S+ kB, whole\n{what}\n", out), out
     os.truncate(step / layout.META, 10)
-    code, out, err = run("inspect", f"--workdir={tmp_path}/run")
+    code, out, err = called(checkpoint, "inspect", f"--workdir={tmp_path}/run")
     assert (
         code == 4
         and "DAMAGED, `verify` says where: 9." in out

@@ -5,18 +5,17 @@ import errno
 import os
 import re
 import shutil
+from unittest.mock import Mock
 
-import checkpoint_helpers
 import pytest
-from checkpoint_helpers import content
+from checkpoint_helpers import content, save, train
 from fsspec.implementations.local import LocalFileSystem
-from refusals import check_storage_error
-from test_durable import CHUNK, cut_off, dead, hasty, run, start
+from refusals import check_storage_error, refusal
+from test_durable import CHUNK, cut_off, dead, hasty, opened, run, start
 
 from zaya_jax.checkpoint import folders, layout, storage
-from zaya_jax.checkpoint.run import look, retention, store
+from zaya_jax.checkpoint.run import look, retention
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.guard import decisions
 
 __all__ = ["dead", "hasty", "run"]
@@ -42,10 +41,10 @@ def test_a_list_that_cannot_be_looked_at_costs_no_copy(run, monkeypatch):
 def test_an_upload_under_way_is_left_to_the_run_that_sends_it(run, tmp_path):
     root, copies = run
     os.remove(copies / "6" / layout.SEAL_FILE)
-    other = store.Store(tmp_path / "other", Checkpoint(keep=9, durable=str(copies)), print)
+    other = opened(tmp_path / "other", copies)
     assert other.find_newest() == 4 and (copies / "6" / CHUNK).exists()
     other.close()
-    assert start(root, copies) == (6, []) and Vault(str(copies)).steps() == [2, 4, 6]
+    assert start(root, copies) == (6, []) and Vault(copies).steps() == [2, 4, 6]
 
 
 @pytest.mark.parametrize("how", ["list is gone", "cut"])
@@ -64,26 +63,18 @@ def test_a_whole_copy_takes_the_place_of_the_damaged_newest(run, capsys, how, on
     assert re.search(r"damaged step 6 is kept as .*\.damaged-6", capsys.readouterr().out)
 
 
-def test_without_a_whole_copy_the_damaged_newest_is_as_without_copies(run, capsys):
-    root, copies = run
-    os.truncate(root / "6" / CHUNK, 10)
-    os.truncate(copies / "6" / CHUNK, 10)
-    check_storage_error(r"/6 is damaged.*on_corrupt=previous", start, root, copies)
-    assert (root / "6").exists()
-    assert start(root, copies, on_corrupt="previous")[0] == 4
-    assert re.search("/6 is damaged: .*; its copy: .*/6 is damaged", capsys.readouterr().out)
-
-
-def test_an_older_step_is_fetched_where_the_newest_is_damaged_and_has_no_whole_copy(run):
+def test_an_older_step_is_fetched_where_the_newest_is_damaged_and_has_no_whole_copy(run, capsys):
     """With none before it here, a run ended; with an older one here it went back further."""
     root, copies = run
     for step in (root / "6", copies / "6"):
         os.truncate(step / CHUNK, 10)
     whole = content(root / "4")
+    check_storage_error(r"/6 is damaged.*on_corrupt=previous", start, root, copies)
     shutil.rmtree(root / "2")
     shutil.rmtree(root / "4")
     assert start(root, copies, on_corrupt="previous") == (4, [])
     assert content(root / "4") == whole
+    assert re.search("/6 is damaged: .*; its copy: .*/6 is damaged", capsys.readouterr().out)
 
 
 def test_a_copy_that_cannot_be_fetched_now_is_not_passed_over(run, tmp_path, monkeypatch):
@@ -120,83 +111,59 @@ def test_nor_one_in_a_place_that_does_not_answer(run, dead):
 
 def test_an_old_copy_that_stays_is_no_failure_of_the_new_one(run, monkeypatch, capsys):
     root, copies = run
-
-    def dies(self, step):
-        raise storage.Unreachable("cannot delete")
-
+    dies = Mock(side_effect=storage.Unreachable("cannot delete"))
     monkeypatch.setattr(Vault, "remove", dies)
-    checkpoints = store.Store(root.parent, Checkpoint(keep=1, durable=str(copies)), print)
+    checkpoints = opened(root.parent, copies, keep=1)
     checkpoints.find_newest()
-    checkpoint_helpers.save(checkpoints, 8)
-    assert checkpoints.close() == [] and 8 in Vault(str(copies)).steps()
-    assert "NOT" not in (out := capsys.readouterr().out) and "is not deleted: cannot delete" in out
+    save(checkpoints, 8)
+    assert checkpoints.close() == [] and 8 in Vault(copies).steps()
+    out = capsys.readouterr().out
+    assert "NOT" not in out and "is not deleted: cannot delete" in out
 
 
 BACK = {"kind": "spike", "step": 3, "batches": 4, "at": 7, "seen": "a loss"}
 AGAIN = {"kind": "corrupt", "step": 5, "batches": 0, "at": 6, "seen": "a device"}
 
 
-@pytest.fixture
-def opened(tmp_path):
-    """Opens the store of a run that has copies."""
-
-    def call(messages=print):
-        return store.Store(
-            tmp_path / "run", Checkpoint(keep=9, durable=str(tmp_path / "safe")), messages
-        )
-
-    return call
-
-
-def save(checkpoints, steps, *decisions):
-    checkpoints.find_newest()
-    checkpoint_helpers.save(
-        checkpoints, *steps, **({retention.DECISIONS: list(decisions)} if decisions else {})
-    )
-    checkpoints.close()
-
-
-def places(tmp_path):
-    """The steps of workdir/checkpoints and of the durable place."""
-    return folders.steps_in(tmp_path / "run" / "checkpoints"), Vault(str(tmp_path / "safe")).steps()
+def places(run):
+    """The steps of a run's folder and of its copies."""
+    root, copies = run
+    return folders.steps_in(root), Vault(copies).steps()
 
 
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])
-def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
-    save(opened(), (2, 4, 6))
-    root, messages = tmp_path / "run" / "checkpoints", []
+def test_none_of_them_is_gone_on_from(run, capsys, done):
+    root, copies = run
     if done == "copies":
         for step in (4, 6):
-            Vault(str(tmp_path / "safe")).remove(step)
+            Vault(copies).remove(step)
     elif done == "some of the folder":
         (root / "6").rename(root / f"{folders.STALE}1-6")
     elif done == "the folder":
         shutil.rmtree(root / "4")
         shutil.rmtree(root / "6")
-    checkpoints = opened(messages.append)
+    checkpoints = opened(root.parent, copies)
     assert checkpoints.find_newest([BACK]) == 2
     checkpoints.close()
-    assert places(tmp_path) == ([2], [2])
+    assert places(run) == ([2], [2])
     if done == "nothing":
-        assert "step 4, 6, of a past that was given up" in messages[0]
-        assert (
-            "went back behind them: .stale-1-4, .stale-1-6"
-            in look.remarks(tmp_path / "run", [], [])[0]
-        )
+        assert "step 4, 6, of a past that was given up" in capsys.readouterr().out
+        (remark,) = look.remarks(root.parent, [], [])
+        assert "went back behind them: .stale-1-4, .stale-1-6" in remark
     # Its own later ones stay, whatever the file says; another decision's take the place of the
     # first's.
-    save(opened(), (4, 6), BACK)
-    checkpoints = opened()
+    train(root.parent, 4, 6, meta={retention.DECISIONS: [BACK]}, durable=str(copies))
+    checkpoints = opened(root.parent, copies)
     for decided, newest in (([], 6), ([BACK], 6), ([BACK, AGAIN], 4)):
         assert checkpoints.find_newest(decided) == newest
     checkpoints.close()
-    assert sorted(p.name for p in root.glob(".stale-*")) == [".stale-2-6"]
+    assert [path.name for path in root.glob(".stale-*")] == [".stale-2-6"]
 
 
 OTHERS = {
-    # decisions that the checkpoints know, those in the file, and why these are another run's Steps
-    # 6 and 8 come after the step at which another run decided to go back: it is not this run's
-    # past.
+    # decisions that the checkpoints know, those in the file, and why these are another run's
+    # Steps 6 and 8 come after the step at which another run decided to go back: it is not this
+    # run's past.
     "later": ([], [BACK | {"step": 1, "at": 5}], "does not know the decision at step 5"),
     "later than the second": (
         [BACK],
@@ -210,20 +177,18 @@ OTHERS = {
 
 @pytest.mark.parametrize("place", ["workdir", "durable"])
 @pytest.mark.parametrize("case", OTHERS)
-def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, opened, place, case):
+def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, place, case):
     made, file, why = OTHERS[case]
-    save(opened(), (2, 4, 6, 8), *made)
-    root = tmp_path / "run" / "checkpoints"
+    workdir, copies, steps = tmp_path / "run", tmp_path / "copies", (2, 4, 6, 8)
+    root = train(workdir, *steps, meta={retention.DECISIONS: made}, durable=str(copies))
     # where the checkpoints are lost, the copies speak for them
-    for step in (2, 4, 6, 8) if place == "durable" else ():
+    for step in steps if place == "durable" else ():
         folders.remove(root, step)
-    before = places(tmp_path)
-    decisions.write(tmp_path / "run", file)
-    checkpoints = opened()
-    with pytest.raises(
-        UserError, match=rf"{why}.*Nothing was deleted.*move this one away"
-    ) as refused:
-        checkpoints.find_newest(file)
+    before = places((root, copies))
+    decisions.write(workdir, file)
+    checkpoints = opened(workdir, copies)
+    said = refusal(checkpoints.find_newest, file)
     checkpoints.close()
-    assert str(refused.value).split()[0] == str(tmp_path / "run" / "aegis" / decisions.FILE)
-    assert places(tmp_path) == before and not list(root.glob(".stale-*"))
+    assert said.startswith(f"{workdir / 'aegis' / decisions.FILE} ")
+    assert re.search(rf"{why}.*Nothing was deleted.*move this one away", said)
+    assert places((root, copies)) == before and not list(root.glob(".stale-*"))

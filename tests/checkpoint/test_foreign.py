@@ -15,20 +15,18 @@ import numpy as np
 import optax
 import pytest
 import tiny_runs
-from checkpoint_helpers import put, same, train
+from checkpoint_helpers import cut, flip, put, same, save, train
 from orbax.checkpoint import v1 as ocp
 from refusals import check_refused, check_storage_error
-from saved_trees import save_tree
 
 import zaya_jax as zj
-from zaya_jax import config, trees
+from zaya_jax import trees
 from zaya_jax.checkpoint import boxes, layout, partial, seal
 from zaya_jax.checkpoint.orbax_source import open_source
 from zaya_jax.checkpoint.run import retention, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.model import zaya
-from zaya_jax.training.workdir import open_workdir
 
 SAVE = """
 import sys
@@ -79,9 +77,10 @@ for layout, axis in ((layout, axis) for layout in sys.argv[3:] for axis in ("dat
         assert (np.asarray(shard.data) == whole[shard.index]).all() and whole.any()
     print("equal", layout, axis)
 """
-# the last by our `Handler`
-LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]
-FAST = {"ocdbt", "tensors", "sealed"}  # the others' arrays are read by two processes below
+WHOLE = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors", "sealed"]
+LAYOUTS = [*WHOLE, "alone", "bare"]  # "sealed" is our `Handler`'s
+# the others' arrays are read by two processes below
+FAST = {"ocdbt", "tensors", "sealed", "alone", "bare"}
 IDS = np.arange(1, 65).reshape(8, 8)
 
 
@@ -93,17 +92,14 @@ def model():
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     """The folder of all layouts."""
-    root, state = (
-        tmp_path_factory.mktemp("orbax"),
-        {"params": model.params, "balance": {"bias": model.balance}},
-    )
+    root = tmp_path_factory.mktemp("orbax")
+    state = {"params": model.params, "balance": {"bias": model.balance}}
     np.savez(root / "state.npz", **trees.flat(state))
     command = [sys.executable, "-c", SAVE, root / "state.npz", root]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    with ocp.training.Checkpointer(
-        root / "sealed", context=zj.checkpoint.Handler.context()
-    ) as checkpointer:
+    ours = zj.checkpoint.Handler.context()
+    with ocp.training.Checkpointer(root / "sealed", context=ours) as checkpointer:
         checkpointer.save(4, state)
     return root
 
@@ -111,31 +107,23 @@ def saved(model, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
 )
-def test_each_layout_comes_in(model, saved, layout, tmp_path):
-    place, state = saved / layout, {"params": model.params, "balance": {"bias": model.balance}}
+def test_each_layout_comes_in(model, saved, layout, tmp_path, capsys):
+    """Parameters alone begin with fresh balancing biases."""
+    place, alone = saved / layout, layout in ("alone", "bare")
+    balance = zaya.init_balance(model.config.model) if alone else model.balance
+    state = {"params": model.params, "balance": {"bias": balance}}
     source, locations = open_source(str(place)), boxes.of_tree(state)
     partial.require_fit(source, locations.weights().arrays)
     same(source.restore(locations.leaves, locations), trees.flat(state))
-    assert ("without checksums" in source.warning) == (layout != "sealed")
     loaded = zj.load(place, config=model.config)
+    note = capsys.readouterr().out
+    assert ("without checksums" in note) == (layout != "sealed")
+    assert note.endswith("; its balancing biases begin anew, since it has none\n") == alone
     again = zj.load(loaded.save(tmp_path / "run"))  # with checksums
     assert Vault(tmp_path / "run" / "checkpoints").verify(0) == []
     for got in (loaded, again):
-        same(got.params, model.params)
-        assert got.loss(IDS, IDS) == model.loss(IDS, IDS)
-
-
-@pytest.mark.parametrize("layout", ["alone", "bare"])
-def test_parameters_alone_begin_with_fresh_balancing_biases(model, saved, layout, capsys):
-    state = {"params": model.params, "balance": {"bias": zaya.init_balance(model.config.model)}}
-    source, locations = open_source(str(saved / layout)), boxes.of_tree(state)
-    partial.require_fit(source, locations.weights().arrays)
-    same(source.restore(locations.leaves, locations), trees.flat(state))
-    got = zj.load(saved / layout, config=model.config)
-    same(got.params, model.params)
-    np.testing.assert_array_equal(got.balance, state["balance"]["bias"])
-    (note,) = capsys.readouterr().out.splitlines()
-    assert note.endswith("; its balancing biases begin anew, since it has none")
+        same((got.params, got.balance), (model.params, balance))
+        assert alone or got.loss(IDS, IDS) == model.loss(IDS, IDS)
 
 
 def test_integers_become_no_weights(model, saved):
@@ -161,11 +149,11 @@ def test_it_is_a_model_of_equal_loss_on_a_mesh(model, saved, layout, capsys):
 
 
 def test_two_processes_each_read_their_parts(saved, tmp_path):
-    arguments = ["-c", SEVERAL, saved / "state.npz", saved, *LAYOUTS]
+    arguments = ["-c", SEVERAL, saved / "state.npz", saved, *WHOLE]
     with multiprocess_runs.start(arguments, 2, tmp_path) as run:
         for result in run.wait(120):
             assert result.code == 0, result.err
-            assert result.out.count("equal") == 2 * len(LAYOUTS)
+            assert result.out.count("equal") == 2 * len(WHOLE)
 
 
 def params(layers=2, experts=3, width=8, seed=0):
@@ -190,20 +178,7 @@ def params(layers=2, experts=3, width=8, seed=0):
 @pytest.fixture
 def workdir(tmp_path):
     """A run's folder with steps 4 and 9."""
-    folder = open_workdir(tmp_path / "run", config.check(config.default()))
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    checkpoints = store.Store(folder, Checkpoint())
-    checkpoints.find_newest()
-    for step in (4, 9):
-        save_tree(
-            checkpoints,
-            step,
-            params(seed=step),
-            {"step": step, "tokens": step, "data": {"at": step}},
-        )
-    checkpoints.close()
-    return folder
+    return train(tmp_path / "run", 4, 9, state=lambda step: params(seed=step)).parent
 
 
 NOTEBOOK = """
@@ -250,9 +225,7 @@ def test_a_program_without_this_package_loads_shards_and_trains_on(workdir, tmp_
     back = {"kind": "spike", "step": 4, "batches": 2, "at": 9, "seen": "a loss"}
     checkpoints = store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")))
     assert checkpoints.find_newest([back]) == 4
-    save_tree(
-        checkpoints, 9, params(seed=19), {"step": 9, "tokens": 9, retention.DECISIONS: [back]}
-    )
+    save(checkpoints, 9, state=lambda _: params(seed=19), **{retention.DECISIONS: [back]})
     checkpoints.close()
     command = [sys.executable, "-c", NOTEBOOK, tmp_path / place, tmp_path / "read.npz"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -287,8 +260,7 @@ def test_reading_a_part(workdir, tmp_path):
     shutil.copytree(workdir, tmp_path / "out@9")
     same(partial.read(tmp_path / "out@9"), partial.read(workdir))
     same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
-    victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
-    victim.write_bytes(victim.read_bytes()[:-1])
+    cut(next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0")))
     partial.read(workdir, "*.router.*")  # other files may be damaged
     check_storage_error(r"array params.embed.embedding\) is truncated", partial.read, workdir)
 
@@ -297,13 +269,13 @@ def test_weights_of_other_shapes_are_refused(workdir):
     larger, width = params(layers=3, experts=5), params(width=12)
     more, fewer = params(), params()
     more["params"]["more"], fewer["params"]["embed"] = jnp.ones(3), {}
-    for held, says in (
+    for tree, says in (
         (larger, r"its array balance.bias is \[2, 4\], \[3, 6\] is needed"),
         (width, r"its array params.embed.embedding is \[50, 8\], \[50, 12\] is needed"),
         (more, r"it has no array params.more; give a checkpoint of the same"),
         (fewer, r"it has arrays that are not wanted, such as params.embed.embedding"),
     ):
-        wanted = boxes.of_tree(held).weights().arrays
+        wanted = boxes.of_tree(tree).weights().arrays
         check_refused(says, partial.require_fit, open_source(str(workdir)), wanted)
 
 
@@ -345,11 +317,6 @@ with zj.checkpoint.Handler.context():
 """
 
 
-def rows(seed):
-    """The numbers of the programs above."""
-    return np.random.default_rng(seed).normal(size=(64, 512)).astype("float32")
-
-
 def state(seed, shape=(4, 2)):
     """A state whose optimizer is no tree of dicts, on a mesh."""
     normal = np.random.default_rng(seed).normal(size=(2, 64, 8))
@@ -362,9 +329,8 @@ def state(seed, shape=(4, 2)):
 
 def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypatch):
     monkeypatch.setattr(layout, "PART_BYTES", 64)
-    with ocp.training.Checkpointer(
-        tmp_path, context=zj.checkpoint.Handler.context()
-    ) as checkpointer:
+    ours = zj.checkpoint.Handler.context()
+    with ocp.training.Checkpointer(tmp_path, context=ours) as checkpointer:
         given, other = state(1), state(0, (2, 4))
         saving = checkpointer.save_async(1, given)
         jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(given)
@@ -409,17 +375,12 @@ def test_each_flipped_bit_is_found(tmp_path):
     with zj.checkpoint.Handler.context():
         ocp.save(tmp_path / "2", state(2))
         listed, generator = Vault(tmp_path).read_seal(2).files, random.Random(0)
-        for name in [layout.SEAL_FILE, *(name for name in listed if layout.array_of_file(name))]:
+        for name in [layout.SEAL_FILE, *filter(layout.array_of_file, listed)]:
             file = tmp_path / "2" / name
-            content = file.read_bytes()
-            at = generator.randrange(8 * len(content))
-            file.write_bytes(
-                content[: at // 8]
-                + bytes([content[at // 8] ^ 1 << at % 8])
-                + content[at // 8 + 1 :]
-            )
+            bit = generator.randrange(8 * file.stat().st_size)
+            flip(file, bit)
             check_storage_error("damaged", ocp.load, tmp_path / "2", state(2))
-            file.write_bytes(content)
+            flip(file, bit)
         same(ocp.load(tmp_path / "2", state(2)), state(2))
 
 

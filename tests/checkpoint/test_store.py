@@ -1,16 +1,20 @@
 """The engine of checkpoints: complete or absent, failing storage, damage, retention."""
 
+import contextlib
 import errno
+import functools
 import gc
 import json
+import os
 import shutil
 import threading
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_helpers import put, same
+from checkpoint_helpers import cut, flip, put, same
 from orbax.checkpoint import v1 as ocp
 from refusals import check_storage_error
 from saved_trees import restore_tree, save_tree
@@ -68,17 +72,14 @@ class Place:
 def bucket_of(total, cut, each):
     """A holding of a table [total, 4], `cut` rows per device, as processes of `each` devices have
     them."""
-    devices = [Place(i, each) for i in range(-(-total // cut))]
-    whole = jax.ShapeDtypeStruct((total, 4), np.float32)
     parts = []
-    for i, device in enumerate(devices):
-        box = slice(i * cut, min((i + 1) * cut, total)), slice(0, 4)
-        parts.append(
-            boxes.LocatedBox(
-                "w", box, "bucket", device, tuple(slice(0, n) for n in layout.shape_of(box))
-            )
-        )
-    leaf = jax.ShapeDtypeStruct((len(devices) * cut, 4), np.float32)
+    for first in range(0, total, cut):
+        box = slice(first, min(first + cut, total)), slice(0, 4)
+        place = layout.full_box(layout.shape_of(box))
+        device = Place(first // cut, each)
+        parts.append(boxes.LocatedBox("w", box, "bucket", device, place))
+    whole = jax.ShapeDtypeStruct((total, 4), np.float32)
+    leaf = jax.ShapeDtypeStruct((len(parts) * cut, 4), np.float32)
     return boxes.Locations({"w": whole}, {"bucket": leaf}, parts)
 
 
@@ -92,11 +93,12 @@ def test_each_process_writes_its_part():
             parts.append(boxes.LocatedBox(name, box, name, device, box))
     arrays = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     writers = boxes.Locations(arrays, arrays, parts).writers()
-    assert sum(writers.bytes.values()) == sum(4 * rows * width for rows, width in shapes.values())
-    assert max(writers.bytes.values()) - min(writers.bytes.values()) <= 800
-    assert {part.name for its in writers.parts.values() for part in its} == set(shapes)
-    for process, its in writers.parts.items():
-        assert all(part.device.process_index == process for part in its)
+    sizes = writers.bytes.values()
+    assert sum(sizes) == sum(4 * rows * width for rows, width in shapes.values())
+    assert max(sizes) - min(sizes) <= 800
+    found = [(process, part) for process, its in writers.parts.items() for part in its]
+    assert {part.name for _, part in found} == set(shapes)
+    assert all(part.device.process_index == process for process, part in found)
 
 
 @pytest.mark.parametrize(
@@ -140,40 +142,32 @@ class Killed(BaseException):
     pass
 
 
-def operations(monkeypatch, stop_at):
-    """From now on the `stop_at`-th change of the file system, and all after it, do not happen."""
-    done, lock = [0], threading.Lock()
+def kill_after(monkeypatch, count):
+    """After so many changes of the file system no other happens."""
+    left = iter(range(count))
 
     def counted(function):
         def call(*args, **kwargs):
-            with lock:
-                done[0] += 1
-                if done[0] > stop_at:
-                    raise Killed
+            if next(left, None) is None:
+                raise Killed
             return function(*args, **kwargs)
 
         return call
 
-    monkeypatch.setattr(writing, "write_file", counted(writing.write_file))
-    monkeypatch.setattr(writing.Path, "rename", counted(writing.Path.rename))
-    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
-    return done
+    for module, name in ((writing, "write_file"), (writing.Path, "rename"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
 
 
 def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
-    total, stop_at = None, 0
-    while total is None or stop_at <= total:
-        folder = tmp_path / str(stop_at)
+    killed, count = True, 0
+    while killed:
+        folder = tmp_path / str(count)
         run = Run(folder, keep=1)
         run.save(1)
-        with pytest.MonkeyPatch.context() as patch:
-            done = operations(patch, stop_at)
-            try:
-                run.save(2)
-            except Killed:
-                assert done[0] > stop_at
-            else:
-                total = done[0]
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            kill_after(patch, count)
+            run.save(2)
+            killed = False
         steps = visible(folder)
         assert steps in (["1"], ["1", "2"], ["2"])  # and deleted only when the newer is there
         again = Run(folder, keep=1)
@@ -182,17 +176,14 @@ def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
             same(restore_tree(again.store, step, like(state(step))), state(step))
         left = {p.name for p in (folder / "checkpoints").iterdir()} - set(steps)
         assert left == {".run"}, "half-done work is cleared"
-        stop_at += 1
-    assert total > 10
+        count += 1
+    assert count > 10 and steps == ["2"]
 
 
 def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, monkeypatch):
     run = Run(tmp_path, max_failures=2)
     run.save(1)
-
-    def full(path, buffers):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", "x"))
     with monkeypatch.context() as patch:
         patch.setattr(writing, "write_file", full)
         run.save(2)
@@ -202,46 +193,44 @@ def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, 
         assert "newest complete checkpoint is step 1's; training goes on" in run.messages[0]
     run.save(3)
     assert run.store.wait_for_room(4), "a success forgets the failures"
-    monkeypatch.setattr(writing, "write_file", full)
-    run.save(4)
-    run.save(5)
-    assert len(run.messages) == 3
-    check_storage_error(
-        r"2 saves failed in a row.*No space left.*step 3's", run.store.wait_for_room, 6
-    )
-    monkeypatch.setattr(store, "RETRY_SECONDS", 0)
-    check_storage_error("No space left", lambda: save_tree(run.store, 6, state(6), META, last=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_file", full)
+        patch.setattr(store, "RETRY_SECONDS", 0)
+        run.save(4)
+        run.save(5)
+        failed = r"2 saves failed in a row.*No space left.*step 3's"
+        check_storage_error(failed, run.store.wait_for_room, 6)
+        last = functools.partial(save_tree, run.store, 6, state(6), META, last=True)
+        check_storage_error("No space left", last)
     assert len(run.messages) == 5
-    monkeypatch.undo()
     save_tree(run.store, 7, state(7), META, last=True)
     assert visible(tmp_path) == ["1", "3", "7"]
 
 
-def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
-    run, slow, write = Run(tmp_path, max_failures=2), threading.Event(), writing.write_file
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait until this event."""
+    goes_on, write = threading.Event(), writing.write_file
+    monkeypatch.setattr(writing, "write_file", lambda *args: goes_on.wait() and write(*args))
+    return goes_on
 
-    def waits(path, buffers):
-        slow.wait()
-        write(path, buffers)
 
-    monkeypatch.setattr(writing, "write_file", waits)
+def test_a_slow_store_is_waited_for_a_while(tmp_path, slow_disk):
+    run = Run(tmp_path, max_failures=2)
     save_tree(run.store, 1, state(1), META)
     assert not run.store.wait_for_room(2) and "still being written" in run.messages[0]
     check_storage_error("2 saves failed in a row", run.store.wait_for_room, 3)
-    threading.Timer(1.5, slow.set).start()
+    threading.Timer(1.5, slow_disk.set).start()
     run.store.wait()
     assert "the last save is still being written" in run.messages[-1]
-    assert run.store.wait_for_room(4)
-    run.store.wait()
-    assert visible(tmp_path) == ["1"]
+    assert run.store.wait_for_room(4) and visible(tmp_path) == ["1"]
 
 
-def test_a_start_waits_for_the_save_of_a_run_that_an_error_ended(tmp_path, monkeypatch):
-    run, slow, write = Run(tmp_path), threading.Event(), writing.write_file
+def test_a_start_waits_for_the_save_of_a_run_that_an_error_ended(tmp_path, slow_disk):
+    run = Run(tmp_path)
     assert run.store.find_newest() is None
-    monkeypatch.setattr(writing, "write_file", lambda *args: slow.wait() and write(*args))
     save_tree(run.store, 1, state(1), META)
-    threading.Timer(0.5, slow.set).start()
+    threading.Timer(0.5, slow_disk.set).start()
     assert Run(tmp_path).store.find_newest() == 1
     assert not run.messages
 
@@ -252,10 +241,7 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     run = Run(tmp_path)
     run.save(1)
     run.save(2)
-    victim = next((tmp_path / "checkpoints" / "2").rglob("c.0.0.0"))
-    content = bytearray(victim.read_bytes())
-    content[5] ^= 4
-    victim.write_bytes(content)
+    flip(next((tmp_path / "checkpoints" / "2").rglob("c.0.0.0")), 42)
     check_storage_error(
         r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous",
         run.store.find_newest,
@@ -281,10 +267,8 @@ def test_every_file_is_watched(tmp_path):
     folder = tmp_path / "checkpoints" / "1"
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         content = path.read_bytes()
-        for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], None):
-            path.unlink()
-            if damaged is not None:
-                path.write_bytes(damaged)
+        for damage in (cut, flip, os.remove):
+            damage(path)
             check_storage_error(path.name.replace("_", "."), run.store.find_newest)
             path.write_bytes(content)
     assert run.store.find_newest() == 1
@@ -318,11 +302,8 @@ def test_a_failed_save_is_cleared_before_any_process_tries_again(tmp_path, monke
 def test_what_comes_after_the_rename_fails_no_save(tmp_path, monkeypatch):
     run = Run(tmp_path, keep=1, max_failures=1)
     run.save(1)
-
-    def refuses(root, step):
-        raise PermissionError(errno.EACCES, "Permission denied", str(root / str(step)))
-
-    monkeypatch.setattr(folders, "remove", refuses)
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied", "x"))
+    monkeypatch.setattr(folders, "remove", denied)
     run.save(2)
     assert run.store.wait_for_room(3) and visible(tmp_path) == ["1", "2"]
     assert "older checkpoints are not deleted: Permission denied" in run.messages[0]
