@@ -42,10 +42,8 @@ def score(call, folder, tmp_path):
     def scored(*options, model=folder):
         code, out, err = call(f"--model={model}", f"--out={tmp_path / 'out'}", *options)
         assert (code, err) == (cli.DONE, "")
-        found = json.loads(
-            (tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail
-        )
-        return out, found["data"]
+        text = (tmp_path / "out" / "evaluation.json").read_text()
+        return out, json.loads(text, parse_constant=pytest.fail)["data"]
 
     return scored
 
@@ -103,15 +101,13 @@ def test_wrong_options_are_one_line_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_samples_are_of_the_evaluation_beside_them(call, folder, data, tmp_path):
-    out, options = tmp_path / "out", [f"--model={folder}", f"--data={data}/a.txt"]
-    out.mkdir()
-    (out / "samples.jsonl").write_text("of another user\n")
+def test_samples_are_of_the_evaluation_beside_them(score, data, tmp_path):
+    samples = tmp_path / "out" / "samples.jsonl"
+    samples.parent.mkdir()
+    samples.write_text("of another user\n")
     for kept in (True, False):  # now it is of an evaluation
-        assert (
-            call(*options, f"--out={out}")[0] == cli.DONE
-            and (out / "samples.jsonl").exists() == kept
-        )
+        score(f"--data={data}/a.txt")
+        assert samples.exists() == kept
 
 
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):
@@ -135,41 +131,33 @@ def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(score, model, data
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_path):
-    options = [f"--model={folder}", f"--data={data}", "--tokens=64"]
-    assert call(*options, f"--out={tmp_path / 'alone'}")[0] == cli.DONE
-    program = ["-m", "experiments.evaluate", *options, f"--out={tmp_path / 'both'}"]
+def test_two_processes_share_the_work_and_one_writes(score, folder, data, tmp_path):
+    _, found = score(f"--data={data}", "--tokens=64")
+    (alone,) = found.values()
+    options = [f"--model={folder}", f"--data={data}", "--tokens=64", f"--out={tmp_path / 'both'}"]
+    program = ["-m", "experiments.evaluate", *options]
     with multiprocess_runs.start(program, 2, tmp_path / "said") as run:
         results = run.wait()
     assert [result.code for result in results] == [0, 0], results
     assert "| documents |" in results[0].out and results[1].out == ""
-    alone, both = (
-        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "both")
-    )
-    assert both["device"].startswith("2 x ")
-    for key in ("documents", "tokens", "bytes", "accuracy"):
-        assert [row[key] for row in both["data"].values()] == [
-            row[key] for row in alone["data"].values()
-        ]
-    (here,), (there,) = alone["data"].values(), both["data"].values()
-    assert there["loss"] == pytest.approx(here["loss"], rel=1e-5)
+    found = json.loads((tmp_path / "both" / "evaluation.json").read_text())
+    assert found["device"].startswith("2 x ")
+    (both,) = found["data"].values()
+    exact = ("documents", "tokens", "bytes", "accuracy")
+    assert [both[key] for key in exact] == [alone[key] for key in exact]
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 def test_a_log_has_a_line_of_progress_each_minute(call, folder, data, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.0)
-    code, _, err = call(
-        f"--model={folder}", f"--data={data}", f"--out={tmp_path / 'out'}", "--tokens=128"
-    )
-    found = [
-        re.fullmatch(rf"{data}: ([\d.]+)(k?) tokens \[.*tokens/s\]", line)
-        for line in err.splitlines()
-    ]
-    done = [float(line[1]) * (1000 if line[2] else 1) for line in found]
+    out = tmp_path / "out"
+    code, _, err = call(f"--model={folder}", f"--data={data}", f"--out={out}", "--tokens=128")
+    line = re.compile(rf"{data}: ([\d.]+)(k?) tokens \[.*tokens/s\]")
+    found = [line.fullmatch(said) for said in err.splitlines()]
+    done = [float(match[1]) * (1000 if match[2] else 1) for match in found]
     assert code == cli.DONE and len(done) > 2 and done == sorted(done)
-    tokens = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"][str(data)][
-        "tokens"
-    ]
-    assert done[-1] == pytest.approx(tokens, rel=0.01)
+    (row,) = json.loads((out / "evaluation.json").read_text())["data"].values()
+    assert done[-1] == pytest.approx(row["tokens"], rel=0.01)
 
 
 MESSAGES = [
@@ -205,15 +193,13 @@ def test_each_document_s_tokens_are_counted_once_whatever_the_portions(
 ):
     contents = ["a" * n for n in (1, 5, 40, 100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in contents))
+    expected = {"documents": 4, "tokens": 146 + 4, "bytes": 146}
     for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
         monkeypatch.setattr(texts, "TOKENS_AT_A_TIME", at_once)
-        loss = texts.evaluate(
-            Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context
-        )
+        documents = texts.documents(str(tmp_path / "a.jsonl"), tokenizer)
+        loss = texts.evaluate(Even(), documents, context)
         figures = loss.figures()
-        assert (
-            figures["documents"] == 4 and figures["tokens"] == 146 + 4 and figures["bytes"] == 146
-        )
+        assert {name: figures[name] for name in expected} == expected
         assert loss.nats == pytest.approx(146 * 0.97 + 4 * 2.57, rel=1e-5)
         assert sum(bucket["tokens"] for bucket in figures["by_position"]) == 150
         assert [b["from"] for b in figures["by_position"]] == [1, 2, 4, 8, 16, 32, 64]
@@ -240,23 +226,15 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
-    own = (
-        tokenizers.load("bytes")
-        if kind == "bytes"
-        else tokenizers.train_bpe(["2+2? user " * 30], 265)
-    )
+    own = tokenizers.load("bytes")
+    if kind == "bpe":
+        own = tokenizers.train_bpe(["2+2? user " * 30], 265)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
     made, _ = chat_template.Template(own).encode_within(chat.parse_chat(MESSAGES), None)
-    assert document.tokens.tolist() == list(made.tokens)
-    learnt = [
-        i
-        for i, predicted in zip(document.tokens.tolist(), document.predicted, strict=True)
-        if predicted
-    ]
-    assert learnt == [
-        i for i, predicted in zip(made.tokens, made.predicted, strict=True) if predicted
-    ]
+    np.testing.assert_array_equal(document.tokens, made.tokens)
+    np.testing.assert_array_equal(document.predicted, made.predicted)
+    learnt = document.tokens[document.predicted].tolist()
     assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
     figures = texts.evaluate(Even(), [document], 16).figures()
     assert figures["tokens"] == len(learnt) < len(document.tokens) - 10
@@ -298,23 +276,13 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
     notes = []
     (document,) = texts.documents(str(tmp_path), tokenizer, skipped=notes.append)
     assert document.tokens.tolist() == [256, ord("x"), 257]
-    assert (
-        len(notes) == 2
-        and "empty.txt" in notes[0] + notes[1]
-        and "picture.txt" in notes[0] + notes[1]
-    )
-    nothing = texts.evaluate(
-        Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8
-    ).figures()
+    about_empty, about_picture = sorted(notes)
+    assert "empty.txt" in about_empty and "picture.txt" in about_picture
+    nothing = texts.evaluate(Even(), [], 8).figures()
     assert nothing["tokens"] == nothing["documents"] == 0 and nothing["bits_per_byte"] is None
-    check_refused(
-        r"nowhere.* names no file",
-        lambda: list(texts.documents(str(tmp_path / "nowhere"), tokenizer)),
-    )
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex')
-    check_refused(
-        r"bad\.jsonl", lambda: list(texts.documents(str(tmp_path / "bad.jsonl"), tokenizer))
-    )
+    bad = texts.documents(str(tmp_path / "bad.jsonl"), tokenizer)
+    check_refused(r"bad\.jsonl", list, bad)
 
 
 CLOSE = dict(rtol=0, atol=2e-5)
@@ -324,18 +292,6 @@ def some_rows(count, seed=0, longest=60):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, count)
     return [TokenRow(rng.integers(0, 256, n).tolist(), int(rng.integers(1, n))) for n in lengths]
-
-
-def test_a_row_s_mean_is_its_loss(model):
-    rng = np.random.default_rng(0)
-    for row in [TokenRow(rng.integers(0, 256, 24).tolist(), first) for first in (1, 23)]:
-        ((log_probs, likeliest),) = Scorer(model)([row])
-        ids = np.array([row.ids])
-        labels = np.where(np.arange(len(row.ids)) >= row.first, ids, -100)
-        assert -log_probs.mean() == pytest.approx(model.loss(ids, labels), abs=1e-5)
-        logits = model.logits(ids)[0, row.first - 1 : -1]
-        np.testing.assert_array_equal(likeliest, logits.argmax(-1) == row.ids[row.first :])
-        assert len(log_probs) == len(likeliest) == len(row.ids) - row.first
 
 
 @pytest.mark.parametrize("case", ["base", pytest.param("mixed", marks=pytest.mark.slow)])

@@ -133,24 +133,20 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     ],
 )
 def test_generation_that_there_is_not_is_refused(lm, options, message):
-    check_refused(
-        message,
-        lambda: lm.generate_until(
-            requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)),
-            disable_tqdm=True,
-        ),
-    )
+    asked = requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options))
+    check_refused(message, lm.generate_until, asked, disable_tqdm=True)
 
 
-def test_answers_that_have_no_likelihood_are_refused(lm):
-    check_refused(
-        "an answer that adds no token to its question",
-        lambda: lm.loglikelihood(requests("loglikelihood", ("a", "")), disable_tqdm=True),
-    )
-    check_refused(
-        r"answer of 90 tokens, above the model's context of 64",
-        lambda: lm.loglikelihood(requests("loglikelihood", ("a", "x" * 90)), disable_tqdm=True),
-    )
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("", "an answer that adds no token to its question"),
+        ("x" * 90, r"answer of 90 tokens, above the model's context of 64"),
+    ],
+)
+def test_answers_that_have_no_likelihood_are_refused(lm, answer, message):
+    asked = requests("loglikelihood", ("a", answer))
+    check_refused(message, lm.loglikelihood, asked, disable_tqdm=True)
 
 
 def test_tasks_are_run_and_their_samples_kept(lm, model):
