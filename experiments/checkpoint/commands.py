@@ -1,8 +1,6 @@
 """The commands of `experiments.checkpoint`."""
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +75,13 @@ def verify(args: Any) -> int:
         steps = [chosen]
     damaged = 0
     for step in steps:
-        total = 0
-        with _progress() as progress:
-
-            def count(done: int, all_bytes: int) -> None:
-                nonlocal total
-                total = all_bytes
-                progress(done, all_bytes)
-
-            damages = vault.verify(step, count)
+        with _Bar() as bar:
+            damages = vault.verify(step, bar.show)
         if damages and step not in listed():
             print(f"step {step}: deleted meanwhile")
             continue
         if not damages:
-            print(f"step {step}: {byte_size(total)}, whole")
+            print(f"step {step}: {byte_size(bar.total or 0)}, whole")
         for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)
@@ -104,8 +95,8 @@ def verify(args: Any) -> int:
 
 def from_hf(args: Any) -> int:
     """See `exchange`."""
-    with _progress() as progress:
-        made = exchange.from_hf(args.model, args.workdir, progress)
+    with _Bar() as bar:
+        made = exchange.from_hf(args.model, args.workdir, bar.show)
     if not (made / "tokenizer").is_dir():
         print(
             f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into"
@@ -147,13 +138,13 @@ def to_hf(args: Any) -> int:
     if args.adapters:
         made = adapters.to_peft(args.model, args.out, publication)
     else:
-        with _progress() as progress:
+        with _Bar() as bar:
             made = exchange.to_hf(
                 args.model,
                 args.out,
                 args.dtype,
                 args.shard_gb,
-                progress,
+                bar.show,
                 publication,
                 args.quantize,
             )
@@ -163,13 +154,12 @@ def to_hf(args: Any) -> int:
     return cli.DONE
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes, where there is a terminal."""
-    with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False) as bar:
+class _Bar(tqdm):
+    """Bytes done and in all, where there is a terminal."""
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def __init__(self) -> None:
+        super().__init__(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
 
-        yield progress
+    def show(self, done: int, total: int) -> None:
+        self.total = total
+        self.update(done - self.n)
