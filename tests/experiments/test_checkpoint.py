@@ -1,8 +1,7 @@
 """The exchange from the command line, training on from an import, and the page of checkpoint
 times."""
 
-import functools
-import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,11 +17,6 @@ from experiments.checkpoint import page as checkpoint_page
 from zaya_jax.checkpoint import layout, partial, source
 from zaya_jax.checkpoint.run import store, timings
 from zaya_jax.pytorch import exchange
-
-
-@pytest.fixture
-def run(called):
-    return functools.partial(called, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +65,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, tmp_path, command):
+def test_what_is_refused_leaves_everything_as_it_was(
+    called, imported, golden_dir, tmp_path, command
+):
     folders = [imported, tmp_path]
     before = [tree(folder) for folder in folders]
     says = REFUSED[command]
@@ -82,23 +78,23 @@ def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, 
         "TMP": tmp_path,
     }.items():
         command, says = command.replace(name, str(place)), says.replace(name, str(place))
-    code, _, err = run(*command.split())
+    code, _, err = called(checkpoint, *command.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
     assert [tree(folder) for folder in folders] == before
 
 
-def test_a_damaged_source_leaves_no_folder_of_the_target(run, imported, tmp_path):
+def test_a_damaged_source_leaves_no_folder_of_the_target(called, imported, tmp_path):
     shutil.copytree(imported, tmp_path / "run")
-    files = [path for path in (tmp_path / "run" / "checkpoints" / "0").rglob("*") if path.is_file()]
-    chunk = max(files, key=lambda path: path.stat().st_size)
-    chunk.write_bytes(chunk.read_bytes()[:-1])
-    before = tree(tmp_path)
+    chunks = (tmp_path / "run" / "checkpoints" / "0").rglob("c.*")
+    os.truncate(max(chunks, key=os.path.getsize), 10)
     (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
     for target in ("a/b", "empty"):
-        code, _, err = run("to_hf", f"--model={tmp_path}/run", f"--out={tmp_path}/{target}")
+        code, _, err = called(
+            checkpoint, "to_hf", f"--model={tmp_path}/run", f"--out={tmp_path}/{target}"
+        )
         assert code == 4 and "is damaged" in err
-    (tmp_path / "empty").rmdir()  # it is empty
-    assert [entry[0] for entry in tree(tmp_path)] == [entry[0] for entry in before]
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 LISTS = {
@@ -111,33 +107,26 @@ LISTS = {
 
 @pytest.mark.parametrize("how", LISTS)
 def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
-    called, run, imported, tmp_path, how
+    called, imported, tmp_path, how
 ):
     """A wrong model was exported with exit code 0."""
     workdir = tmp_path / "run"
     shutil.copytree(imported, workdir)
     checkpoints = store.Store(workdir)
-    state, meta = partial.read(workdir, "*"), source.read_meta(workdir, 0)
-    save_tree(checkpoints, 5, state, meta | {"step": 5})
+    meta = source.read_meta(workdir, 0) | {"step": 5}
+    save_tree(checkpoints, 5, partial.read(workdir, "*"), meta)
     checkpoints.close()
     newest = workdir / "checkpoints" / "5"
     LISTS[how](newest, newest / layout.SEAL_FILE)
     before = tree(tmp_path)
-    ended = {"generate": called(generate, f"--model={workdir}")}
-    for name, options in {
-        "to_hf": [f"--model={workdir}", f"--out={tmp_path}/out"],
-        "inspect": [f"--workdir={workdir}"],
-    }.items():
-        ended[name] = run(name, *options)
-    for name, (code, out, err) in ended.items():
-        assert (
-            code == 4 and "checkpoints/5 is damaged" in err and f"{workdir}@STEP is another" in err
-        ), (name, code, err)
-        assert err.count("\n") == 1 and (
-            name != "inspect" or "DAMAGED, `verify` says where: 5." in out
-        )
+    looked = called(checkpoint, "inspect", f"--workdir={workdir}")
+    assert "DAMAGED, `verify` says where: 5." in looked[1]
+    exported = called(checkpoint, "to_hf", f"--model={workdir}", f"--out={tmp_path}/out")
+    for code, _, err in (looked, exported, called(generate, f"--model={workdir}")):
+        assert code == 4 and err.count("\n") == 1, err
+        assert "checkpoints/5 is damaged" in err and f"{workdir}@STEP is another" in err
     assert tree(tmp_path) == before
-    assert run("to_hf", f"--model={workdir}@0", f"--out={tmp_path}/out")[0] == 0
+    assert called(checkpoint, "to_hf", f"--model={workdir}@0", f"--out={tmp_path}/out")[0] == 0
 
 
 ADDRESS = "s3://bucket/x"
@@ -201,20 +190,16 @@ def test_an_address_in_the_place_of_a_folder_is_refused_by_every_program(tmp_pat
 def make(folder, processes, saves):
     """Times whose last process is slow; the middle save took all of them long."""
     folder.mkdir(exist_ok=True)
-    with (folder / timings.TIMES).open("w") as file:
-
-        def tell(kind, step, process, stages, begun):
-            line = {"kind": kind, "step": step, "process": process, "stages": stages, "time": begun}
-            file.write(json.dumps({**line, "bytes": 10e9}) + "\n")
-
-        for save in range(1, saves + 1):
-            for process in range(processes):
-                seconds = 9.0 if process == processes - 1 else 1.0
-                seconds *= 60.0 if saves > 4 and save == saves // 2 else 1.0
-                stages = {"copy": 0.1, "serialise": 0.2, "write": seconds, "commit": 0.3}
-                tell("save", 10 * save, process, stages, save)
-        for process in range(processes):
-            tell("load", 10, process, {"verify": 0.5, "read": 2.0, "place": 1.0}, 999)
+    for save in range(1, saves + 1):
+        slow = 60.0 if saves > 4 and save == saves // 2 else 1.0
+        parts = []
+        for write in [*[slow] * (processes - 1), 9 * slow]:
+            stages = {"copy": 0.1, "serialise": 0.2, "write": write, "commit": 0.3}
+            parts.append((stages, 10e9))
+        timings.record(folder, "save", 10 * save, save, parts)
+    load = {"verify": 0.5, "read": 2.0, "place": 1.0}
+    timings.record(folder, "load", 10, 999, [(load, 10e9)] * processes)
+    with (folder / timings.TIMES).open("a") as file:
         file.write('{"kind": "save", "step": 3')  # killed while writing
     return folder
 
@@ -231,10 +216,7 @@ def test_page_of_eight_processes(tmp_path):
     assert captions == [
         "Copy",
         "Whole save",
-        "Copy (to the snapshot)",
-        "Serialise (chunks, checksums)",
-        "Write",
-        "Commit (wait for all, then the name)",
+        *checkpoint_page.TITLES.values(),
         "Step 10 by process",
     ]
     assert "The longest, 9 min, is beyond the colours." in page
