@@ -1,13 +1,16 @@
 """One name for a model in every program: a run, a step of it, a directory of transformers, the
 hub's name. Every way a model directory can be wrong is one error that names it."""
 
+import functools
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from refusals import check_refused, refusal
+from refusals import check_refused
 from safetensors.numpy import load_file, save_file
+from test_exchange import read_json, write_model
 
 import zaya_jax as zj
 from experiments import generate
@@ -32,6 +35,7 @@ MODEL = Model(
     max_position_embeddings=64,
     initializer_range=0.5,
 )
+same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 NAMES = ("RUN", "RUN@0", "HF", "Zyphra/ZAYA1-tiny", "Zyphra/ZAYA1-tiny@v2")
 
 
@@ -51,11 +55,8 @@ def hub(places, monkeypatch):
     """The hub has the directory under one name."""
 
     def download(name, revision, allow_patterns):
-        assert (
-            name == "Zyphra/ZAYA1-tiny"
-            and revision in (None, "v2")
-            and "*.safetensors" in allow_patterns
-        )
+        assert (name, revision) in (("Zyphra/ZAYA1-tiny", None), ("Zyphra/ZAYA1-tiny", "v2"))
+        assert "*.safetensors" in allow_patterns
         return places[2]["HF"]
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -66,44 +67,38 @@ def test_each_name_works_wherever_a_model_is_asked_for(places, hub, called, tmp_
     model, root, folders = places
     for short, folder in folders.items():
         name = name.replace(short, folder)
-    before = sorted(path for path in root.rglob("*"))
-    jax.tree.map(np.testing.assert_array_equal, zj.load(name).params, model.params)
+    before = sorted(root.rglob("*"))
+    same(zj.load(name).params, model.params)
     settings = finetune.get_config(name)
-    assert (
-        settings.model.hidden_size == 16
-        and settings.run.init_from == name
-        and settings.data.seq_len == 64
-    )
-    state, source = (
-        {"params": model.params, "balance": {"bias": model.balance}},
-        any_model.open_weights(name),
-    )
-    held = boxes.of_tree(state)
+    found = settings.model.hidden_size, settings.run.init_from, settings.data.seq_len
+    assert found == (16, name, 64)
+    state = {"params": model.params, "balance": {"bias": model.balance}}
+    source, held = any_model.open_weights(name), boxes.of_tree(state)
     partial.require_fit(source, held.arrays)
-    jax.tree.map(
-        np.testing.assert_array_equal, source.restore(held.leaves, held), trees.flat(state)
-    )
-    exported = load_file(exchange.to_hf(name, tmp_path / "out") / "model.safetensors")
-    theirs = load_file(f"{folders['HF']}/model.safetensors")
-    assert all(x.tobytes() == exported[key].tobytes() for key, x in theirs.items())
+    same(source.restore(held.leaves, held), trees.flat(state))
+    exported = exchange.to_hf(name, tmp_path / "out") / "model.safetensors"
+    assert exported.read_bytes() == Path(folders["HF"], "model.safetensors").read_bytes()
     code, out, _ = called(generate, f"--model={name}", "--prompt=ab", "--num_tokens=4")
     assert code == cli.DONE and "ab" in out
     options = f"--data={root / 'text.txt'}", f"--out={tmp_path / 'eval'}"
     assert called(evaluate, f"--model={name}", *options)[0] == cli.DONE
-    assert before == sorted(path for path in root.rglob("*"))  # ten tokens take no copy
+    assert before == sorted(root.rglob("*"))  # ten tokens take no copy
 
 
-def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, tmp_path):
-    monkeypatch.chdir(places[1])
-    for name, says in (
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
         ("run/typo", "run/typo is not a folder; give a run's folder"),  # not asked of the hub
         (
             "nobody/nothing",
             "nobody/nothing is not a folder here, and could not be downloaded from the Hugging Face hub",
         ),
         ("run@7", "run has no checkpoint of step 7; it has 0"),
-    ):
-        assert refusal(any_model.find, name).startswith(says)
+    ],
+)
+def test_a_name_that_nothing_has_is_one_line(places, monkeypatch, name, says):
+    monkeypatch.chdir(places[1])
+    check_refused(f"^{says}", any_model.find, name)
 
 
 SMALLEST = Model(
@@ -125,14 +120,7 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 @pytest.fixture
 def source(tmp_path):
     """A good directory, to be spoilt."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    tensors = {
-        name: np.ones(shape, np.float32) for name, shape in hf.expected_shapes(SMALLEST).items()
-    }
-    save_file(tensors, folder / FILE)
-    (folder / "config.json").write_text(json.dumps(names.model_to_json(SMALLEST, "float32")))
-    return folder
+    return write_model(tmp_path / "in", SMALLEST)[0]
 
 
 @pytest.fixture
@@ -160,8 +148,8 @@ def refused(folder, says):
 
 
 def change_config(folder, **changes):
-    found = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(found))
+    changed = read_json(folder / "config.json") | changes
+    (folder / "config.json").write_text(json.dumps(changed))
 
 
 TENSORS = {
@@ -229,9 +217,7 @@ def test_files_that_are_missing(tmp_path, source):
 def test_an_index_that_names_wrong_files(sharded, file, says):
     folder, where = sharded
     read(folder)
-    changed = (
-        where | {NORM: file} if file is not None else {n: f for n, f in where.items() if n != NORM}
-    )
+    changed = {name: place for name, place in (where | {NORM: file}).items() if place}
     (folder / INDEX).write_text(json.dumps({"weight_map": changed}))
     refused(folder, says)
 
@@ -273,12 +259,9 @@ def test_a_config_with_a_trait_that_is_not_zaya_s(source, changes, says):
     refused(source, says)
 
 
-def test_end_of_text_may_be_several(source):
-    for eos in (7, [7, 9], None):
-        change_config(source, eos_token_id=eos)
-        work, out = source.parent / f"work {eos}", source.parent / f"out {eos}"
-        exchange.from_hf(source, work)
-        assert (
-            json.loads((exchange.to_hf(work, out) / "config.json").read_text())["eos_token_id"]
-            == eos
-        )
+@pytest.mark.parametrize("eos", [7, [7, 9], None])
+def test_end_of_text_may_be_several(source, tmp_path, eos):
+    change_config(source, eos_token_id=eos)
+    exchange.from_hf(source, tmp_path / "work")
+    out = exchange.to_hf(tmp_path / "work", tmp_path / "out")
+    assert read_json(out / "config.json")["eos_token_id"] == eos

@@ -3,9 +3,7 @@ back, and to a small hub on loopback, to which huggingface_hub talks as to the r
 hf_xet."""
 
 import dataclasses
-import functools
 import json
-import os
 import subprocess
 import sys
 
@@ -46,14 +44,16 @@ MODEL = Model(
 )
 
 
-def write_model(folder, model=MODEL, dtype_of=lambda name: "float32", **further):
-    """A directory as transformers writes it, with random weights."""
+def write_model(folder, model=MODEL, dtype_of=lambda name: "float32", tied=False, **further):
+    """A directory as transformers writes it, with random weights; `tied`: the head too."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     tensors = {
         name: rng.standard_normal(shape).astype(exchange.DTYPES[dtype_of(name)])
         for name, shape in hf.expected_shapes(model).items()
     }
+    if tied:
+        tensors[names.HEAD] = tensors[names.EMBEDDING]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(names.model_to_json(model, "float32") | further))
     return folder, tensors
@@ -66,10 +66,17 @@ def read_all(folder):
 
 
 def assert_same(ours, theirs):
-    assert set(ours) == set(theirs)
-    for name, x in theirs.items():
-        assert ours[name].dtype == x.dtype and ours[name].shape == x.shape, name
-        assert ours[name].tobytes() == x.tobytes(), name
+    about = lambda tensors: {name: (x.dtype, x.shape) for name, x in tensors.items()}  # noqa: E731
+    assert about(ours) == about(theirs)
+    assert [name for name, x in theirs.items() if x.tobytes() != ours[name].tobytes()] == []
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def read_json(file):
+    return json.loads(file.read_text())
 
 
 def mixed_dtypes(name):
@@ -78,12 +85,17 @@ def mixed_dtypes(name):
     return "float16" if "conv" in name else "bfloat16"
 
 
+CASES = {
+    "float32": {},
+    "mixed": {"dtype_of": mixed_dtypes, "transformers_version": "5.0"},
+    "a repeated tied head": {"tied": True, "chunk_size_feed_forward": 7},
+}
+
+
 @pytest.mark.parametrize("shard_gb", [5.0, 4e-6])
-@pytest.mark.parametrize("dtype_of", [lambda name: "float32", mixed_dtypes])
-def test_there_and_back_gives_the_same_bits_and_config(tmp_path, dtype_of, shard_gb):
-    source, tensors = write_model(
-        tmp_path / "in", dtype_of=dtype_of, transformers_version="5.0", chunk_size_feed_forward=7
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_gives_the_same_bits_and_config(tmp_path, case, shard_gb):
+    source, tensors = write_model(tmp_path / "in", **CASES[case])
     exchange.from_hf(source, tmp_path / "work")
     out = exchange.to_hf(tmp_path / "work", tmp_path / "out", shard_gb=shard_gb)
     assert_same(read_all(out), tensors)
@@ -91,9 +103,7 @@ def test_there_and_back_gives_the_same_bits_and_config(tmp_path, dtype_of, shard
     assert (len(files) > 1) == (shard_gb < 1) == (out / "model.safetensors.index.json").exists()
     with safe_open(files[0], framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}  # which transformers asks for
-    assert json.loads((out / "config.json").read_text()) == json.loads(
-        (source / "config.json").read_text()
-    )
+    assert read_json(out / "config.json") == read_json(source / "config.json")
     # And written shards are read again.
     exchange.from_hf(out, tmp_path / "again")
     assert_same(read_all(exchange.to_hf(tmp_path / "again", tmp_path / "out2")), tensors)
@@ -104,15 +114,7 @@ def test_golden_cases_come_back_bit_for_bit(golden_case, tmp_path):
     out = exchange.to_hf(tmp_path / "work", tmp_path / "out")
     assert_same(load_file(out / "model.safetensors"), load_file(golden_case / "model.safetensors"))
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((out / name).read_text()) == json.loads((golden_case / name).read_text())
-
-
-def test_a_repeated_tied_head_is_repeated_again(tmp_path):
-    source, tensors = write_model(tmp_path / "in")
-    tensors[names.HEAD] = tensors[names.EMBEDDING]
-    save_file(tensors, source / "model.safetensors")
-    exchange.from_hf(source, tmp_path / "work")
-    assert_same(read_all(exchange.to_hf(tmp_path / "work", tmp_path / "out")), tensors)
+        assert read_json(out / name) == read_json(golden_case / name)
 
 
 def test_a_chosen_dtype_leaves_balancing_biases_float32(tmp_path):
@@ -123,23 +125,7 @@ def test_a_chosen_dtype_leaves_balancing_biases_float32(tmp_path):
         kept = name.endswith(names.BALANCE)
         assert x.dtype == (np.float32 if kept else ml_dtypes.bfloat16), name
         np.testing.assert_array_equal(x, tensors[name].astype(x.dtype))
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def train_state(workdir, settings, step):
-    """A workdir such as pretrain leaves: a checkpoint with an optimizer's state in it."""
-    open_workdir(workdir, settings)
-    params = zaya.init(settings.model, jax.random.key(1))
-    bias = jax.random.normal(jax.random.key(2), (MODEL.num_hidden_layers, MODEL.num_experts + 1))
-    checkpoints = store.Store(workdir)
-    save_tree(
-        checkpoints,
-        step,
-        {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}},
-        {"step": step},
-    )
-    checkpoints.close()
-    return params, bias
+    assert read_json(out / "config.json")["dtype"] == "bfloat16"
 
 
 def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path):
@@ -147,21 +133,22 @@ def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path
     given["model"] = config.to_dict(MODEL)
     given["data"] |= {"seq_len": 16, "global_batch": 2}
     given["schedule"]["phases"] = ({"tokens": 64}, {"tokens": 64, "rope_theta": 777.0})
-    params, bias = train_state(tmp_path / "work", config.check(given), 3)
-    out = exchange.to_hf(f"{tmp_path / 'work'}@3", tmp_path / "out")
+    workdir = open_workdir(tmp_path / "work", config.check(given))
+    params = zaya.init(MODEL, jax.random.key(1))
+    bias = jax.random.normal(jax.random.key(2), (MODEL.num_hidden_layers, MODEL.num_experts + 1))
+    state = {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}}
+    checkpoints = store.Store(workdir)
+    save_tree(checkpoints, 3, state, {"step": 3})
+    checkpoints.close()
+    out = exchange.to_hf(f"{workdir}@3", tmp_path / "out")
     assert all(x.dtype == np.float32 for x in read_all(out).values())
     assert hf.Directory(out).model.rope_parameters.hybrid.rope_theta == 777.0
     params["layers"]["router"]["eda"] = params["layers"]["router"]["eda"].at[0].set(1.0)
-    for name in (out, f"{tmp_path / 'work'}@3"):
-        ours, our_bias = any_model.find(name).load_weights()
-        jax.tree.map(np.testing.assert_array_equal, ours, params)
-        np.testing.assert_array_equal(our_bias, bias)
-    check_refused(
-        "no checkpoint of step 7; it has 3",
-        exchange.to_hf,
-        f"{tmp_path / 'work'}@7",
-        tmp_path / "out7",
-    )
+    for name in (out, f"{workdir}@3"):
+        ours = any_model.find(name).load_weights()
+        jax.tree.map(np.testing.assert_array_equal, ours, (params, bias))
+    missing = "no checkpoint of step 7; it has 3"
+    check_refused(missing, exchange.to_hf, f"{workdir}@7", tmp_path / "out7")
 
 
 def test_the_tokenizer_goes_along(tmp_path):
@@ -173,10 +160,10 @@ def test_the_tokenizer_goes_along(tmp_path):
     exchange.from_hf(source, tmp_path / "work")
     stored = tokenizers.load(tmp_path / "work" / "tokenizer")
     assert stored.encode("some words") == trained.encode("some words")
-    out = exchange.to_hf(tmp_path / "work", tmp_path / "out")
+    made = contents(exchange.to_hf(tmp_path / "work", tmp_path / "out"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
-    assert not (out / tokenizers.META_FILE).exists()
+        assert made[name] == (source / name).read_bytes()
+    assert tokenizers.META_FILE not in made
 
 
 PEAK = """
@@ -231,20 +218,6 @@ def test_host_memory_stays_near_one_shard(tmp_path):
         np.testing.assert_array_equal(there.tensor(name), back.tensor(name))
 
 
-def test_a_model_with_linear_attention_is_not_exported(tmp_path):
-    given = config.default().to_dict()
-    given["model"] = config.to_dict(MODEL) | {"layer_types": ("hybrid", "hybrid_linear", "hybrid")}
-    given["data"]["seq_len"] = 16
-    train_state(tmp_path / "work", config.check(given), 3)
-    check_refused(
-        r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only",
-        exchange.to_hf,
-        tmp_path / "work",
-        tmp_path / "out",
-    )
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     with serving() as found:
@@ -256,43 +229,24 @@ def server(monkeypatch, tmp_path):
         yield found
 
 
-@pytest.fixture
-def run(called):
-    return functools.partial(called, checkpoint)
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_an_export_is_pushed_in_one_commit_and_stays(golden_dir, tmp_path):
-    """In a process of its own, which HF_ENDPOINT sends to the hub."""
-    out, base = tmp_path / "out", golden_dir / "base"
-    with serving() as found:
-        environment = {"HF_ENDPOINT": found.address, "HF_TOKEN": TOKEN}
-        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        options = (f"--model={base}", f"--out={out}", "--license=mit")
-        options += ("--push=lab/tiny", "--private")
-        done = subprocess.run(
-            [sys.executable, "-m", "experiments.checkpoint", "to_hf", *options],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    assert f"written: {out}\npushed: {found.address}/lab/tiny/commit/1\n" in done.stdout
-    assert found.repositories["lab/tiny"]["private"]
-    assert found.repositories["lab/tiny"]["files"] == contents(out)
-    assert found.calls.count("POST /api/models/lab/tiny/commit/main") == 1
+def test_an_export_is_pushed_in_one_commit_and_stays(called, server, golden_dir, tmp_path):
+    out = tmp_path / "out"
+    options = (f"--model={golden_dir / 'base'}", f"--out={out}", "--license=mit")
+    code, said, err = called(checkpoint, "to_hf", *options, "--push=lab/tiny", "--private")
+    assert code == 0, err
+    assert said == f"written: {out}\npushed: {server.address}/lab/tiny/commit/1\n"
+    pushed = server.repositories["lab/tiny"]
+    assert pushed["private"] and pushed["files"] == contents(out)
+    assert server.calls.count("POST /api/models/lab/tiny/commit/main") == 1
 
 
 def test_a_push_that_broke_off_changes_nothing_there_and_hf_upload_repeats_it(
-    run, server, golden_dir, tmp_path
+    called, server, golden_dir, tmp_path
 ):
     out = tmp_path / "out"
     server.fails = "/commit/"
     options = (f"--model={golden_dir / 'base'}", f"--out={out}", "--license=mit")
-    code, _, err = run("to_hf", *options, "--push=ann/tiny", "--private")
+    code, _, err = called(checkpoint, "to_hf", *options, "--push=ann/tiny", "--private")
     assert code == 4 and "the hub is in a bad mood" in err
     # which makes a public repository without its --private, where none was made yet
     assert err.endswith(f"stays: then `hf upload ann/tiny {out} . --private` sends it\n")
@@ -316,7 +270,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_what_cannot_be_pushed_is_refused_in_a_line(run, server, golden_dir, tmp_path, command):
+def test_what_cannot_be_pushed_is_refused_in_a_line(called, server, golden_dir, tmp_path, command):
     shard = {"model-00001-of-00002.safetensors": b""}
     chat = {"chat_template.jinja": b""}
     for name, files in (("ann/public", {}), ("ann/sharded", shard), ("ann/chat", chat)):
@@ -324,7 +278,7 @@ def test_what_cannot_be_pushed_is_refused_in_a_line(run, server, golden_dir, tmp
     expected, says = REFUSED[command]
     out = tmp_path / "new"
     command = command.replace("BASE", str(golden_dir / "base")).replace("NEW", str(out))
-    code, _, err = run(*command.split())
+    code, _, err = called(checkpoint, *command.split())
     assert code == expected and says in err and err.count("\n") == 1
     assert out.exists() == (code == 4)  # then it is whole
     assert not [call for call in server.calls if "commit" in call]
@@ -343,12 +297,12 @@ def test_what_cannot_be_pushed_is_refused_in_a_line(run, server, golden_dir, tmp
     ],
 )
 def test_a_missing_token_or_network_is_told_before_the_export(
-    run, server, golden_dir, tmp_path, monkeypatch, token, address, says
+    called, server, golden_dir, tmp_path, monkeypatch, token, address, says
 ):
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr(constants, "ENDPOINT", address or server.address)
     options = (f"--model={golden_dir / 'base'}", f"--out={tmp_path / 'out'}", "--license=mit")
-    code, _, err = run("to_hf", *options, "--push=ann/tiny")
+    code, _, err = called(checkpoint, "to_hf", *options, "--push=ann/tiny")
     assert code == 2 and says in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -11,7 +11,7 @@ import pytest
 from refusals import check_refused, refusal
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from test_exchange import MODEL, read_all, write_model
+from test_exchange import MODEL, assert_same, read_all, read_json, write_model
 
 import zaya_jax as zj
 from zaya_jax.model import quantized
@@ -30,20 +30,15 @@ def case(request, golden_dir):
 
 
 def test_the_numbers_are_compressed_tensors_bit_for_bit(case):
-    folder, _, expected = case
+    """On a device too."""
+    folder, form, expected = case
     source = hf.Directory(folder)
     for name in (name for name in expected if name.endswith(".decoded")):
         numbers = source.tensor(name.removesuffix(".decoded"))
         assert numbers.dtype == expected[name].dtype
         np.testing.assert_array_equal(numbers.view(np.uint8), expected[name].view(np.uint8), name)
-    for name in quantized.INPUT_AXES:
-        assert source.stored_codes(case[1], name, 1) is not None
-
-
-def test_a_device_decodes_the_same_numbers(case):
-    folder, form, _ = case
     for name, axis in quantized.INPUT_AXES.items():
-        codes, scale = hf.Directory(folder).stored_codes(form, name, 1)
+        codes, scale = source.stored_codes(form, name, 1)
         np.testing.assert_array_equal(
             quantized.decode(jnp.asarray(codes), jnp.asarray(scale), axis, jnp),
             quantized.decode(codes, scale, axis),
@@ -53,15 +48,13 @@ def test_a_device_decodes_the_same_numbers(case):
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_codes_and_scales_are_those_that_compressed_tensors_makes(golden_dir, name):
     folder = golden_dir / "quantized" / name
-    theirs = hf.Directory(folder)._codes_and_scales
+    theirs = hf.Directory(folder)._tensors
     expected = load_file(folder / "expected.safetensors")
-    for part in (0, 1):
-        for tensor in (tensor for tensor in expected if not tensor.endswith(".decoded")):
-            ours = quantized.encode(expected[tensor], FORMS[name], -1)[part]
-            np.testing.assert_array_equal(
-                ours.view(np.uint8),
-                np.ascontiguousarray(theirs[part][tensor].read()).view(np.uint8),
-            )
+    for tensor in (tensor for tensor in expected if not tensor.endswith(".decoded")):
+        ours = quantized.encode(expected[tensor], FORMS[name], -1)
+        for numbers, part in zip(ours, ("codes", "scale"), strict=True):
+            stored = np.ascontiguousarray(theirs[tensor].read(part))
+            np.testing.assert_array_equal(numbers.view(np.uint8), stored.view(np.uint8))
 
 
 def test_a_quantized_directory_is_a_model_like_any(golden_dir, tmp_path):
@@ -72,7 +65,7 @@ def test_a_quantized_directory_is_a_model_like_any(golden_dir, tmp_path):
     imported = exchange.from_hf(folder, tmp_path / "run")
     np.testing.assert_array_equal(zj.load(imported, dtype="float32").logits(IDS), model.logits(IDS))
     plain = exchange.to_hf(imported, tmp_path / "plain")
-    assert "quantization_config" not in json.loads((plain / "config.json").read_text())
+    assert "quantization_config" not in read_json(plain / "config.json")
     np.testing.assert_array_equal(zj.load(plain).logits(IDS), model.logits(IDS))
 
 
@@ -128,7 +121,7 @@ def test_transformers_reads_what_is_written(golden_dir, tmp_path, form):
 )
 def test_other_schemes_are_refused(golden_dir, tmp_path, changes, says):
     folder = shutil.copytree(golden_dir / "quantized" / "mxfp4", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     given = config["quantization_config"]
     group = given["config_groups"]["group_0"]
     group["weights"] |= changes.pop("weights", {})
@@ -185,70 +178,53 @@ CONFIG = {  # the keys of ZAYA1-8B-legacy's, at this size
     "zaya_use_eda": True,
     "zaya_use_mod": True,
 }
-INSIDE = {
-    "self_attn.qkv_proj.q_proj": "self_attn.qkv.linear_q",
-    "self_attn.qkv_proj.k_proj": "self_attn.qkv.linear_k",
-    "self_attn.qkv_proj.v_proj_current": "self_attn.qkv.val_proj1",
-    "self_attn.qkv_proj.v_proj_delayed": "self_attn.qkv.val_proj2",
-    "self_attn.qkv_proj.conv_qk_depthwise": "self_attn.qkv.conv_qk.0",
-    "self_attn.qkv_proj.conv_qk_grouped": "self_attn.qkv.conv_qk.1",
-    "self_attn.qk_norm.temp": "self_attn.qkv.temp",
-    "mlp.gate.router_mlp.norm": "zaya_block.router.rmsnorm_eda",
-    "mlp.gate.router_mlp.fc1": "zaya_block.router.router_mlp.0",
-    "mlp.gate.router_mlp.fc2": "zaya_block.router.router_mlp.2",
-    "mlp.gate.router_mlp.out_proj": "zaya_block.router.router_mlp.4",
-    "mlp.gate": "zaya_block.router",
-}
+# of a layer's tensors: the present name, the old layer after twice this layer, the name there
+OLD_NAMES = (
+    ("input_layernorm", 0, "input_norm"),
+    ("post_attention_layernorm", 1, "input_norm"),
+    ("post_attention_residual_scale", 1, "res_scale"),
+    ("post_mlp_residual_scale", 2, "res_scale"),
+    ("self_attn.qkv_proj.q_proj", 0, "self_attn.qkv.linear_q"),
+    ("self_attn.qkv_proj.k_proj", 0, "self_attn.qkv.linear_k"),
+    ("self_attn.qkv_proj.v_proj_current", 0, "self_attn.qkv.val_proj1"),
+    ("self_attn.qkv_proj.v_proj_delayed", 0, "self_attn.qkv.val_proj2"),
+    ("self_attn.qkv_proj.conv_qk_depthwise", 0, "self_attn.qkv.conv_qk.0"),
+    ("self_attn.qkv_proj.conv_qk_grouped", 0, "self_attn.qkv.conv_qk.1"),
+    ("self_attn.qk_norm.temp", 0, "self_attn.qkv.temp"),
+    ("self_attn.o_proj", 0, "self_attn.o_proj"),
+    ("mlp.gate.router_mlp.norm", 1, "zaya_block.router.rmsnorm_eda"),
+    ("mlp.gate.router_mlp.fc1", 1, "zaya_block.router.router_mlp.0"),
+    ("mlp.gate.router_mlp.fc2", 1, "zaya_block.router.router_mlp.2"),
+    ("mlp.gate.router_mlp.out_proj", 1, "zaya_block.router.router_mlp.4"),
+    ("mlp.gate", 1, "zaya_block.router"),
+    ("mlp.experts.gate_up_proj", 1, "zaya_block.experts.local_experts.{}.linear_fc1.weight"),
+    ("mlp.experts.down_proj", 1, "zaya_block.experts.local_experts.{}.linear_fc2.weight"),
+)
 
 
-def older_names(name, x):
-    """(old name, tensor) of a tensor of three layers."""
-    if name in ("model.input_hidden_states_scale", "model.input_hidden_states_bias"):
-        return [(f"model.layers.0.res_scale.{name.removeprefix('model.input_')}", x)]
+def old_name(name):
+    """The old name of a tensor of three layers; with "{}" for the number of an expert."""
+    if name.startswith("model.input_"):
+        return name.replace("model.input_", "model.layers.0.res_scale.")
     if not name.startswith("model.layers."):
-        return [(name.replace("model.norm.", "model.final_norm."), x)]
+        return name.replace("model.norm.", "model.final_norm.")
     _, _, number, rest = name.split(".", 3)
-    at = 2 * int(number)
-    for there, layer in (
-        ("post_attention_residual_scale", at + 1),
-        ("post_mlp_residual_scale", at + 2),
-    ):
-        if rest.startswith(there):
-            place = f"model.layers.{layer}." if layer < 6 else "model."
-            return [(f"{place}res_scale.{rest.removeprefix(there + '.')}", x)]
-    if rest.startswith("mlp.experts."):
-        fc = "linear_fc1" if "gate_up" in rest else "linear_fc2"
-        return [
-            (f"model.layers.{at + 1}.zaya_block.experts.local_experts.{e}.{fc}.weight", x[e])
-            for e in range(len(x))
-        ]
-    if "layernorm" in rest:
-        return [(f"model.layers.{at + ('post' in rest)}.input_norm.weight", x)]
-    part = (
-        next(part for part in INSIDE if rest.startswith(part))
-        if not rest.startswith("self_attn.o_proj")
-        else ""
-    )
-    return [
-        (
-            (
-                f"model.layers.{at + rest.startswith('mlp')}.{INSIDE.get(part, '')}{rest.removeprefix(part)}"
-            ),
-            x,
-        )
-    ]
+    present, after, old = next(row for row in OLD_NAMES if rest.startswith(row[0]))
+    layer = 2 * int(number) + after
+    place = f"layers.{layer}." if layer < 6 else ""  # what follows the last layer is the model's
+    return f"model.{place}{old}{rest.removeprefix(present)}"
 
 
 @pytest.fixture
 def made(tmp_path):
     """A directory of the older layout, and its tensors under the present names."""
     _, tensors = write_model(tmp_path / "present")
-    folder = tmp_path / "older"
+    folder, old = tmp_path / "older", {}
     folder.mkdir()
-    old = dict(pair for name, x in tensors.items() for pair in older_names(name, x))
-    save_file(
-        {name: np.ascontiguousarray(x) for name, x in old.items()}, folder / "model.safetensors"
-    )
+    for name, x in tensors.items():
+        experts = x if "mlp.experts." in name else [x]
+        old |= {old_name(name).format(i): matrix for i, matrix in enumerate(experts)}
+    save_file(old, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder, tensors
 
@@ -271,24 +247,23 @@ def test_quantized_experts_are_read(made):
     assert source.stored_codes("fp8", "experts/gate_up", 1)[0].shape == (2, 16, 2, 12)
 
 
-def test_an_expert_of_another_shape_is_refused_before_any_is_read(made):
+THIRD = "model.layers.3.zaya_block.experts.local_experts.{}.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    ("number", "columns", "says"),
+    [
+        (1, 11, r"experts\.1\.down_proj.* has shape .*, but .*experts\.0"),
+        # under another's number: the third one had been taken for the second
+        (2, 12, r"layers\.1\.mlp\.experts\.down_proj has shape"),
+    ],
+)
+def test_an_expert_of_another_shape_or_number_is_refused(made, number, columns, says):
     folder, _ = made
     stored = load_file(folder / "model.safetensors")
-    name = "model.layers.3.zaya_block.experts.local_experts.1.linear_fc2.weight"
-    stored[name] = stored[name][:, 1:].copy()
+    stored[THIRD.format(number)] = stored.pop(THIRD.format(1))[:, :columns].copy()
     save_file(stored, folder / "model.safetensors")
-    check_refused(r"experts\.1\.down_proj.* has shape .*, but .*experts\.0", hf.Directory, folder)
-
-
-def test_an_expert_under_another_s_number_is_refused(made):
-    """The third one had been taken for the second."""
-    folder, tensors = made
-    stored = load_file(folder / "model.safetensors")
-    experts = "model.layers.3.zaya_block.experts.local_experts"
-    last = len(tensors["model.layers.1.mlp.experts.down_proj"])
-    stored[f"{experts}.{last}.linear_fc2.weight"] = stored.pop(f"{experts}.1.linear_fc2.weight")
-    save_file(stored, folder / "model.safetensors")
-    check_refused(r"layers\.1\.mlp\.experts\.down_proj has shape", hf.Directory, folder)
+    check_refused(says, hf.Directory, folder)
 
 
 def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
@@ -300,14 +275,11 @@ def test_it_is_read_as_the_present_layout_and_exported_in_it(made, tmp_path):
         "num_key_value_heads",
         "num_experts",
         "moe_intermediate_size",
+        "router_hidden_size",
     )
     assert [getattr(model, name) for name in sizes] == [getattr(MODEL, name) for name in sizes]
-    assert (
-        model.rope_parameters.hybrid.partial_rotary_factor == 0.5 and model.router_hidden_size == 6
-    )
-    written = read_all(exchange.to_hf(folder, tmp_path / "out"))
-    assert written.keys() == tensors.keys()
-    assert all(written[name].tobytes() == x.tobytes() for name, x in tensors.items())
+    assert model.rope_parameters.hybrid.partial_rotary_factor == 0.5
+    assert_same(read_all(exchange.to_hf(folder, tmp_path / "out")), tensors)
 
 
 def read_with(folder, changes):

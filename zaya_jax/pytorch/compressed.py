@@ -86,35 +86,31 @@ def _require(settings: Any, allowed: Mapping[str, Any], where: str, prefix: str 
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix(Tensor):
     """A matrix of two stored tensors; its dtype is that of its numbers as compressed-tensors decodes
-    them.
-
-    `part` is what it gives: its "numbers", or its "codes" or "scale".
-    """
+    them."""
 
     codes: Tensor
     scale: Tensor
-    part: str
 
-    def read(self) -> np.ndarray:
-        """Its part in memory."""
+    def read(self, part: str = "numbers") -> np.ndarray:
+        """Its numbers, "codes" or "scale" in memory."""
         codes = self.codes.read()
-        if self.part == "codes":
+        if part == "codes":
             return codes
         scale = self.scale.read()
         if codes.dtype == quantized.E4M3:
             scale = np.broadcast_to(scale.reshape(-1, 1), (len(codes), 1)).astype(np.float32)
-        if self.part == "scale":
+        if part == "scale":
             return scale
         return quantized.decode(codes, scale, -1).astype(tensor_files.DTYPES[self.dtype])
 
 
-def _matrix(name: str, codes: Tensor, scale: Tensor, part: str) -> QuantizedMatrix:
+def _matrix(name: str, codes: Tensor, scale: Tensor) -> QuantizedMatrix:
     size, groups = math.prod(codes.shape), math.prod(scale.shape)
     if codes.dtype == "F8_E4M3" and groups in (1, codes.shape[0]):
-        return QuantizedMatrix(codes.shape, scale.dtype, codes, scale, part)
+        return QuantizedMatrix(codes.shape, scale.dtype, codes, scale)
     if codes.dtype == scale.dtype == "U8" and groups * quantized.GROUP == 2 * size:
         shape = (codes.shape[0], 2 * codes.shape[1])
-        return QuantizedMatrix(shape, "BF16", codes, scale, part)
+        return QuantizedMatrix(shape, "BF16", codes, scale)
     raise UserError(
         f"{name} is {codes.dtype} {list(codes.shape)} with a scale of {scale.dtype}"
         f" {list(scale.shape)}, which is neither FP8 with a scale for the tensor or an output nor"
@@ -123,14 +119,14 @@ def _matrix(name: str, codes: Tensor, scale: Tensor, part: str) -> QuantizedMatr
     )
 
 
-def unpack(stored: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Quantized tensors under their plain names, each giving this part; others as they are."""
+def unpack(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Quantized tensors under their plain names; others as they are."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         plain = name.replace(".weight_packed", ".weight")
         scale = stored.get(f"{plain}_scale")
         if scale:
-            tensors[plain] = _matrix(name, tensor, scale, part)
+            tensors[plain] = _matrix(name, tensor, scale)
         elif not name.endswith(".weight_scale"):
             tensors[name] = tensor
     return tensors

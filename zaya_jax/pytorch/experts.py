@@ -24,9 +24,9 @@ class FusedExperts(Tensor):
 
     matrices: list[Tensor]
 
-    def read(self) -> np.ndarray:
-        """The tensor in memory."""
-        matrices = [matrix.read() for matrix in self.matrices]  # or the codes or scales of them
+    def read(self, part: str = "numbers") -> np.ndarray:
+        """This part of all matrices in memory."""
+        matrices = [matrix.read(part) for matrix in self.matrices]
         return np.stack(matrices).reshape(self.shape[0], -1, matrices[0].shape[-1])
 
 

@@ -34,25 +34,19 @@ class Directory(ArraySource):
         if not where.exists():
             raise UserError(f"{where} is missing; give a model directory as transformers writes it")
         self.config = files.read_object(where)
-        quantization = self.config.pop("quantization_config", None)
-        self._is_quantized = bool(quantization)
-        if quantization:
-            self.warning = compressed.check(quantization, str(where))
-        self._is_older = older.is_older(self.config)
-        self._tensors = self._tensors_of("numbers")
-        if self._is_older:
+        tensors = self._stored()
+        self._quantization = self.config.pop("quantization_config", None)
+        if self._quantization:
+            self.warning = compressed.check(self._quantization, str(where))
+            tensors = compressed.unpack(tensors)
+        is_older = older.is_older(self.config)
+        if is_older:
+            tensors = older.rename(tensors)
+        self._tensors = experts.fuse(tensors)  # all, under transformers' names
+        if is_older:
             self.config = older.config_of(self.config, self._tensors, str(where))
         self.model = names.model_from_json(self.config, str(where))
         self._check()
-
-    def _tensors_of(self, part: str) -> dict[str, Tensor]:
-        """All tensors under transformers' names; of quantized ones this part."""
-        tensors = self._stored()
-        if self._is_quantized:
-            tensors = compressed.unpack(tensors, part)
-        if self._is_older:
-            tensors = older.rename(tensors)
-        return experts.fuse(tensors)
 
     def _stored(self) -> dict[str, Tensor]:
         """The tensors of all files."""
@@ -121,12 +115,12 @@ class Directory(ArraySource):
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """Codes and scale of a layer's experts, in our layout; None where they are not stored in
         this form."""
-        if not self._is_quantized:
+        if not self._quantization:
             return None
         array = self.arrays[f"params.layers.{name.replace('/', '.')}"]
         row = self._rows[array.name]
-        stored = row.name.format(layer)
-        parts = [tensors[stored].read() for tensors in self._codes_and_scales]
+        stored = self._tensors[row.name.format(layer)]
+        parts = [stored.read("codes"), stored.read("scale")]
         wanted = quantized.abstract(array.shape[1:], form, quantized.INPUT_AXES[name])
         if [x.dtype for x in parts] != [x.dtype for x in wanted]:
             return None
@@ -134,10 +128,6 @@ class Directory(ArraySource):
             row.from_torch(x, like.shape) for x, like in zip(parts, wanted, strict=True)
         )
         return codes, scale
-
-    @functools.cached_property
-    def _codes_and_scales(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return self._tensors_of("codes"), self._tensors_of("scale")
 
     @functools.cached_property
     def arrays(self) -> dict[str, StoredArray]:

@@ -40,8 +40,8 @@ class Tensor(abc.ABC):
     dtype: str  # as safetensors writes it: F32, BF16, I64 ..
 
     @abc.abstractmethod
-    def read(self) -> np.ndarray:
-        """The tensor in memory."""
+    def read(self, part: str = "numbers") -> np.ndarray:
+        """The tensor in memory; of a quantized one also its "codes" or "scale"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class StoredTensor(Tensor):
     path: Path
     begin: int  # its first byte
 
-    def read(self) -> np.ndarray:
-        """The tensor in memory."""
+    def read(self, part: str = "numbers") -> np.ndarray:
+        """The tensor in memory, whatever the part: it has no codes."""
         dtype, size = ALL_DTYPES[self.dtype], math.prod(self.shape)
         return np.fromfile(self.path, dtype, size, offset=self.begin).reshape(self.shape)
 
