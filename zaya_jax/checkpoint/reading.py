@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,21 +35,6 @@ class _Buffer:
     numbers: np.ndarray
     parts: list[LocatedBox]
     devices: list[jax.Device]  # that have the same part, from one reading
-
-
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    """A box of one chunk that goes into one part of a buffer."""
-
-    buffer: _Buffer
-    part: LocatedBox
-    box: Box
-    box_in_chunk: Box
-
-    def copy(self, chunk: np.ndarray) -> None:
-        """Fills the part's box from the chunk."""
-        target = self.part.view(self.buffer.numbers)
-        target[layout.within(self.box, self.part.box)] = chunk[self.box_in_chunk]
 
 
 def on_devices(
@@ -83,8 +68,7 @@ def _leaf(
         _Buffer(np.zeros(layout.shape_of(box), x.dtype), parts_by_device[devices[0]], devices)
         for box, devices in devices_by_box.items()
     ]
-    for use, chunk in _chunks(submit, buffers, arrays):
-        use.copy(chunk)
+    _fill(submit, buffers, arrays)
     singles = [
         # No other memory stands behind these: a step may take theirs.
         jax.device_put(buffer.numbers, device, may_alias=False)
@@ -94,23 +78,24 @@ def _leaf(
     return jax.make_array_from_single_device_arrays(shape, x.sharding, singles)
 
 
-def _chunks(
-    submit: SubmitRead, buffers: list[_Buffer], arrays: Mapping[str, StoredArray]
-) -> Iterator[tuple[_Use, np.ndarray]]:
-    """All uses of all chunks, each chunk read once, a few ahead."""
-    uses_by_chunk: dict[tuple[str, Index], list[_Use]] = defaultdict(list)
+def _fill(submit: SubmitRead, buffers: list[_Buffer], arrays: Mapping[str, StoredArray]) -> None:
+    """Fills buffers with the numbers of their parts; reads each chunk once, a few ahead."""
+    # by chunk: views of the buffers, and the box of the chunk that goes into each
+    targets: dict[tuple[str, Index], list[tuple[np.ndarray, Box]]] = defaultdict(list)
     for buffer in buffers:
         for part in buffer.parts:
+            view = part.view(buffer.numbers)
             for index, chunk_box in arrays[part.name].chunks_overlapping(part.box):
                 box = layout.overlap(chunk_box, part.box)
-                use = _Use(buffer, part, box, layout.within(box, chunk_box))
-                uses_by_chunk[part.name, index].append(use)
-    reads = (submit(arrays[name], index) for name, index in uses_by_chunk)
-    largest = max((arrays[name].chunk_bytes for name, _ in uses_by_chunk), default=1)
+                # The ellipsis makes a single number a view, too.
+                place: tuple[Any, ...] = (*layout.within(box, part.box), ...)
+                targets[part.name, index].append((view[place], layout.within(box, chunk_box)))
+    reads = (submit(arrays[name], index) for name, index in targets)
+    largest = max((arrays[name].chunk_bytes for name, _ in targets), default=1)
     num_ahead = min(max(PREFETCH_BYTES // largest, 1), 2 * THREADS)
     waiting = deque(itertools.islice(reads, num_ahead))
-    for uses in uses_by_chunk.values():
+    for of_chunk in targets.values():
         chunk = waiting.popleft().result()
         waiting.extend(itertools.islice(reads, 1))
-        for use in uses:
-            yield use, chunk
+        for target, box in of_chunk:
+            target[...] = chunk[box]
