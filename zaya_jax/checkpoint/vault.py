@@ -18,7 +18,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -43,13 +43,6 @@ class Damage:
     def __str__(self) -> str:
         array = layout.array_of_file(self.file)
         return f"{self.file}{f' (array {array})' if array else ''} is {self.what}"
-
-
-class FileDifferences(NamedTuple):
-    """How the files that lie there differ from a seal's list."""
-
-    lacking: list[str]  # missing, or of another size
-    unlisted: list[str]
 
 
 class Vault:
@@ -137,11 +130,28 @@ class Vault:
         listed = self._seal_or_damage(step)
         if isinstance(listed, Damage):
             return [listed]
-        sums = {name: listed.files[name] for name in my_files(listed.files)}
-        damages = self.check(step, sums, progress)
+        sums = listed.files
+        names = my_files(sums)
+
+        def damage_in(name: str) -> str | None:
+            try:
+                return self.storage.read(f"{step}/{name}", seal.damage_in, sums[name])
+            except FileError as error:
+                return _describe(error)
+
+        total = sum(sums[name][0] for name in names)
+        done = 0
+        damages = []
+        with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
+            for name, damage in zip(names, pool.map(damage_in, names), strict=True):
+                done += sums[name][0]
+                if progress:
+                    progress(done, total)
+                if damage:
+                    damages.append(Damage(name, damage))
         if multihost.is_writer():
-            names = self._differences(step, listed).unlisted
-            damages += [Damage(name, "not part of the checkpoint") for name in names]
+            _, unlisted = self._differences(step, listed)
+            damages += [Damage(name, "not part of the checkpoint") for name in unlisted]
         return damages
 
     def verify_together(self, step: int, barrier: str) -> list[str]:
@@ -153,27 +163,6 @@ class Vault:
             f"{barrier}: all", lambda: sorted({*itertools.chain(*reports)})
         )
 
-    def check(self, step: StepName, sums: Sums, progress: CountBytes | None = None) -> list[Damage]:
-        """The damages of some of a step's files."""
-
-        def damage_in(name: str) -> str | None:
-            try:
-                return self.storage.read(f"{step}/{name}", seal.damage_in, sums[name])
-            except FileError as error:
-                return _describe(error)
-
-        total = sum(entry[0] for entry in sums.values())
-        done = 0
-        damages = []
-        with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
-            for name, damage in zip(sums, pool.map(damage_in, sums), strict=True):
-                done += sums[name][0]
-                if progress:
-                    progress(done, total)
-                if damage:
-                    damages.append(Damage(name, damage))
-        return damages
-
     def has_copy_of(self, step: int, listed: Seal) -> bool:
         """Whether it has a copy of a step with this seal, all files of the right size; their
         content is checked by `verify`."""
@@ -182,10 +171,11 @@ class Vault:
             return False
         return not any(self._differences(step, listed))
 
-    def _differences(self, step: StepName, listed: Seal) -> FileDifferences:
+    def _differences(self, step: StepName, listed: Seal) -> tuple[list[str], list[str]]:
+        """The listed files that are missing or of another size, and those that are not listed."""
         sizes = self.storage.sizes(str(step))
         lacking = [name for name, entry in listed.files.items() if sizes.get(name) != entry[0]]
-        return FileDifferences(lacking, sorted(sizes.keys() - {SEAL_FILE, *listed.files}))
+        return lacking, sorted(sizes.keys() - {SEAL_FILE, *listed.files})
 
     # #############################################################################################
     # Writing
@@ -206,14 +196,14 @@ class Vault:
     def complete(self, step: int, listed: Seal) -> None:
         """Makes an uploaded step complete, if all its files are there; deletes leftovers of an
         earlier upload."""
-        differences = self._differences(step, listed)
-        lacking = [name for name in differences.lacking if name != COMMITTED]
+        lacking, unlisted = self._differences(step, listed)
+        lacking = [name for name in lacking if name != COMMITTED]
         if lacking:
             raise StorageError(
                 f"{self.url}/{step} lacks {len(lacking)} of {len(listed.files)} files, such as"
                 f" {lacking[0]}; upload them first"
             )
-        self._delete(step, differences.unlisted)
+        self._delete(step, unlisted)
         if COMMITTED in listed.files:
             self.storage.put(f"{step}/{COMMITTED}", DONE)
         if self.storage.folder:  # the seal must not outlive a power cut that its files do not
