@@ -45,6 +45,9 @@ DTYPES = {
     "float16": np.dtype(np.float16),
 }
 
+# As Orbax wants them in a zarr.json; of other types 0.
+ZEROS = {"bool": False, "complex64": [0, 0], "complex128": [0, 0]}
+
 Box = tuple[slice, ...]  # a stretch of each dim
 
 _HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers"
@@ -112,17 +115,12 @@ class StoredArray:
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
-        fill: Any = 0  # which Orbax does not take for these two
-        if self.dtype == "bool":
-            fill = False
-        elif self.dtype.startswith("complex"):
-            fill = [0, 0]
         return {
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(self.shape),
             "data_type": self.dtype,
-            "fill_value": fill,
+            "fill_value": ZEROS.get(self.dtype, 0),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunk)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [
