@@ -193,21 +193,18 @@ class Durable:
             damages = self._here.verify_together(step, "before a copy is replaced")
             if damages:
                 return f"{self._root / str(step)} is damaged: {damages[0]}"
-
-            def remove(_: list) -> None:
-                self.vault.remove(step)
-
-            if error := run_in_all_then_zero("replaced", lambda: None, remove):
+            if error := run_in_all_then_zero(
+                "replaced", lambda: None, lambda _: self.vault.remove(step)
+            ):
                 return error
 
         def send_files() -> None:
             names = my_files(self._here.read_seal(step).files)
             self._here.copy(step, names, self.vault)
 
-        def complete(_: list) -> None:
-            self.vault.complete(step, self._here.read_seal(step))
-
-        error = run_in_all_then_zero("copy sent", send_files, complete)
+        error = run_in_all_then_zero(
+            "copy sent", send_files, lambda _: self.vault.complete(step, self._here.read_seal(step))
+        )
         if not error and multihost.is_writer():
             self._remove_obsolete()
         return error

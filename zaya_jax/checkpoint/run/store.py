@@ -330,7 +330,8 @@ class Store:
         for step in steps:
             why = self._damage(step) if step in here else f"step {step} is not here"
             if why and self.durable:
-                why = self._fetch_instead(step, why)
+                error = self.durable.fetch(step, why)
+                why = f"{why}; its copy: {error}" if error else self._damage(step)
             if not why:
                 return step
             self._set_aside(step, why, is_oldest=step == steps[-1])
@@ -344,13 +345,6 @@ class Store:
         if not damages:
             return ""
         return f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
-
-    def _fetch_instead(self, step: int, why: str) -> str:
-        """Has a copy replace a step that, for the reason `why`, cannot be used; returns what is wrong
-        then, "" if the step is whole."""
-        assert self.durable
-        error = self.durable.fetch(step, why)
-        return f"{why}; its copy: {error}" if error else self._damage(step)
 
     def _set_aside(self, step: int, why: str, is_oldest: bool) -> None:
         """Renames a damaged step, so that the one before is next; StorageError if it is the oldest,
