@@ -4,6 +4,7 @@ or ends as it should.
 The program is a stand-in that counts; the last test does the same with training itself.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import multiprocess_runs
 import pytest
@@ -24,7 +24,7 @@ from waiting import until
 from experiments import supervise
 from tools import chaos
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, machine, node
+from zaya_jax.aegis import accounts, machine, node, stacks
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.node import SupervisorOptions
@@ -57,9 +57,8 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         assert re.findall(r"begins after (\d+)", log) == [str(begun)]
     assert "process 1 of 2 begins after 10" in run.out() and "aegis: died process 1" in run.err()
     account = accounts.account_of(events.read(run.workdir))
-    assert sum(span.seconds for span in account.spans) == pytest.approx(
-        account.end - account.begin, abs=1e-3
-    )
+    whole = account.end - account.begin
+    assert sum(span.seconds for span in account.spans) == pytest.approx(whole, abs=1e-3)
     assert account.totals["step"] > 0.3 and account.totals["recovering"] > 0
 
 
@@ -127,31 +126,16 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
         run.until_gone()
 
 
-def test_a_signal_before_the_training_heeds_it_is_an_end_as_asked(tmp_path):
-    with start(tmp_path, steps=100) as run:
-        run.wait_for("aegis: started")
-        run.processes[0].send_signal(signal.SIGTERM)
-        assert run.codes() == [cli.PREEMPTED]
-
-
 def test_strangers_on_the_port_change_nothing_and_a_lost_leader_ends_all(tmp_path):
     with start(tmp_path, agents=2, seconds=0.1, steps=10_000) as run:
         run.until_step(2)
-        held = []
-        for noise in multiprocess_runs.STRANGE:
-            stranger = socket.create_connection(("localhost", run.port))
-            held.append(stranger)
-            try:
-                stranger.sendall(noise)
-                stranger.settimeout(0.2)
-                stranger.recv(1000)
-            except OSError:
-                continue
-        # that say nothing
-        held += [socket.create_connection(("localhost", run.port)) for _ in range(20)]
-        run.until_step(run.steps()[-1] + 5)
-        for stranger in held:
-            stranger.close()
+        with contextlib.ExitStack() as strangers:
+            for noise in (*multiprocess_runs.STRANGE, *[b""] * 20):  # some say nothing
+                stranger = socket.create_connection(("localhost", run.port))
+                strangers.enter_context(stranger)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(noise)
+            run.until_step(run.steps()[-1] + 5)
         assert len(run.events("started")) == 1 and not run.events("lost")
         run.processes[0].kill()
         assert run.codes(of=[1]) == [1]
@@ -195,25 +179,13 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
 
 def test_a_signal_ends_an_agent_that_looks_for_its_leader(tmp_path):
     address = f"localhost:{multiprocess_runs.free_port()}"
-    environ = ALONE | {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": address}
-    agent = subprocess.Popen(
-        command(tmp_path, 5, 0.01), env=environ, stderr=subprocess.PIPE, text=True
-    )
-    status = Path(f"/proc/{agent.pid}/status")
-
-    def heeds_the_signal():
-        assert agent.poll() is None, agent.communicate()[1]
-        caught = int(status.read_text().split("SigCgt:")[1].split()[0], 16)
-        return caught >> (signal.SIGTERM - 1) & 1
-
-    until(heeds_the_signal)
-    time.sleep(0.3)
-    agent.send_signal(signal.SIGTERM)
-    try:
-        _, err = agent.communicate(timeout=20)
-    finally:
-        agent.kill()
-    assert agent.returncode == cli.PREEMPTED and "while it looked for its leader" in err, err
+    member = {"NODES": "2", "NODE": "1", "JAX_COORDINATOR_ADDRESS": address}
+    with start(tmp_path, variables=member) as run:
+        (agent,) = run.processes
+        until(lambda: stacks.catches(agent.pid, signal.SIGTERM))
+        time.sleep(0.3)
+        agent.send_signal(signal.SIGTERM)
+        assert run.codes() == [cli.PREEMPTED] and "while it looked for its leader" in run.err()
 
 
 def test_a_second_agent_is_refused_before_it_starts_anything(tmp_path, called, monkeypatch):

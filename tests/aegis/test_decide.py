@@ -420,6 +420,12 @@ SCENES = {
         [CheckNodes((0, 1)), CheckNodes((0, 2)), Start(1, (0, 2))],
         {},
     ),
+    "a signal before the training heeds it is an end as asked": (
+        {"nodes": 1},
+        [StopRequested("SIGTERM"), *ended((0, -15))],
+        [Start(1, (0,)), Command.SAVE, EndAll(75, ANY)],
+        {},
+    ),
     "a wish to stop during the check": (
         {"nodes": 1, "check": True},
         [StopRequested("SIGTERM")],

@@ -5,7 +5,7 @@ the unfit ones.
 
 import itertools
 import os
-import threading
+from concurrent import futures
 
 import jax
 import multiprocess_runs
@@ -118,86 +118,76 @@ def test_several_faults_and_none_that_works():
 
 
 def test_a_pair_exchanges_known_numbers():
-    port, out = multiprocess_runs.free_port(), {}
-
-    def one(index):
-        out[index] = preflight.link(f"localhost:{port}", index)
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert out == {0: "", 1: ""}
+    address = f"localhost:{multiprocess_runs.free_port()}"
+    with futures.ThreadPoolExecutor() as pool:
+        assert [*pool.map(preflight.link, [address] * 2, range(2))] == ["", ""]
 
 
-class Asking:
+class Asked(NodeCheck):
     """A check whose nodes answer as the test says."""
 
     def __init__(self, count):
         self.orders: list = []
         addresses = {i: f"10.0.0.{i}" for i in range(count)}
-        order = lambda node, message: self.orders.append((node, message))  # noqa: E731
-        self.check = NodeCheck(itertools.count(7), range(count), addresses, order, 0.0)
+        super().__init__(itertools.count(7), range(count), addresses, self.order, 0.0)
+
+    def order(self, node, message):
+        self.orders.append((node, message))
 
     def well(self, *nodes):
         for node in nodes:
-            self.check.node_answered(node, 7, [], 1000 + node)
+            self.node_answered(node, 7, [], 1000 + node)
 
     def linked(self):
         """All that were ordered to try links answer."""
         orders, self.orders = self.orders, []
         for node, message in orders:
             if message[0] == "link":
-                self.check.link_answered(node, message[1], "")
+                self.link_answered(node, message[1], "")
 
 
 def test_nodes_first_then_links_in_rounds_of_disjoint_pairs():
-    asked = Asking(4)
+    asked = Asked(4)
     assert asked.orders == [(node, ["check", 7]) for node in range(4)]
     asked.orders = []
     asked.well(0, 1, 2)
-    assert asked.check.poll(1.0) is None and not asked.orders
-    asked.check.node_answered(3, 6, [], 1)  # of an earlier check
-    assert asked.check.poll(1.0) is None
+    assert asked.poll(1.0) is None and not asked.orders
+    asked.node_answered(3, 6, [], 1)  # of an earlier check
+    assert asked.poll(1.0) is None
     asked.well(3)
     tried = set()
     for round_ in range(2):
-        assert asked.check.poll(2.0) is None
-        asked.check.link_answered(0, 7 + round_, "late")  # of the order before
+        assert asked.poll(2.0) is None
+        asked.link_answered(0, 7 + round_, "late")  # of the order before
         assert sorted(node for node, _ in asked.orders) == [0, 1, 2, 3]
-        for (a, ours), (b, theirs) in zip(asked.orders[::2], asked.orders[1::2], strict=True):
-            assert ours == ["link", 8 + round_, f"10.0.0.{a}:{1000 + a}", 0] and theirs == [
-                *ours[:3],
-                1,
-            ]
+        for (a, ours), (b, theirs) in itertools.batched(asked.orders, 2):
+            assert ours == ["link", 8 + round_, f"10.0.0.{a}:{1000 + a}", 0]
+            assert theirs == [*ours[:3], 1]
             tried.add(frozenset((a, b)))
         asked.linked()
-    assert asked.check.poll(3.0) == [] and len(tried) == 4
+    assert asked.poll(3.0) == [] and len(tried) == 4
 
 
 def test_a_node_that_does_not_answer_is_found_and_tries_no_link():
-    asked = Asking(3)
+    asked = Asked(3)
     asked.well(0, 2)
     late = preflight.SECONDS + ANSWER
-    assert asked.check.poll(late - 1) is None
+    assert asked.poll(late - 1) is None
     asked.orders = []
-    assert asked.check.poll(late) is None
+    assert asked.poll(late) is None
     assert [node for node, _ in asked.orders] == [0, 2]
     asked.linked()
-    (found,) = asked.check.poll(late + 1)
-    assert (
-        found[0] == 1 and found[1].action == "exclude" and "no answer within 60 s" in found[1].seen
-    )
+    ((node, found),) = asked.poll(late + 1)
+    assert (node, found.action) == (1, "exclude") and "no answer within 60 s" in found.seen
 
 
 def test_time_that_an_agent_stood_still_is_nobody_s_silence():
     """A job that was suspended during a check found all of its nodes hanging."""
-    asked = Asking(1)
-    asked.check.woke(500.0)
-    assert asked.check.poll(500.1) is None
+    asked = Asked(1)
+    asked.woke(500.0)
+    assert asked.poll(500.1) is None
     asked.well(0)
-    assert asked.check.poll(501.0) == []
+    assert asked.poll(501.0) == []
 
 
 @pytest.mark.slow

@@ -41,8 +41,10 @@ MOMENTS = {
 }
 
 
-def went_back(workdir, out):
-    """Checks the output and the files of a run that went back for the noise."""
+def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
+    # that of step 75 is inside the spike
+    assert run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE
+    out, workdir = capsys.readouterr().out, tmp_path / "whole"
     assert "in 5 steps in a row, from step 73 on" in out
     assert "back to step 60, skipping the 17 batches that followed it" in out
     assert "-*: step 75, of a past that was given up" in out
@@ -55,24 +57,15 @@ def went_back(workdir, out):
         "began": 73,
     }
     (event,) = [event for event in events.read(workdir) if event.kind == "spike"]
-    assert (event.step, event.done) == (
-        77,
-        "back to step 60, 17 batches left out",
-    ) and "row" in event.seen
+    assert (event.step, event.done) == (77, "back to step 60, 17 batches left out")
+    assert "row" in event.seen
     found = lines(workdir)
     assert [line["step"] for line in found] == list(range(1, 91))
     assert max(line["loss"] for line in found[60:]) < 3  # without the noise
     meta = read_meta(workdir, 90)
     assert meta["data"]["passed_over"] == [[60, 17]] and meta["decisions"] == [made]
-    assert "passed_over" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(
-        workdir, 60
-    )
-
-
-def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
-    # that of step 75 is inside the spike
-    assert run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE
-    went_back(tmp_path / "whole", capsys.readouterr().out)
+    meta = read_meta(workdir, 60)
+    assert "passed_over" not in meta["data"] and "decisions" not in meta
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ again on the same devices and on others: sound ones pass on every mesh, planted 
 named."""
 
 import dataclasses
-import json
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ import tiny_runs
 
 from pallas_kernels import chip
 from pallas_kernels.attention import triton
-from tools import faults
 from zaya_jax import cli, config, schedule
 from zaya_jax.config import files
 from zaya_jax.guard import first_step, replay
@@ -24,45 +23,23 @@ from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
 
-def small(**keys):
-    return tiny_runs.settings(**tiny_runs.GUARDED | {"mesh.data": -1} | keys)
-
-
-def made(settings, devices):
-    """(config, setup, state, batch) of a first step."""
+def checked(devices, injected=None, **keys):
+    """What the check of a first step finds."""
+    settings = tiny_runs.settings(**tiny_runs.GUARDED | {"mesh.data": -1} | keys)
     settings = schedule.phase_config(settings, schedule.make_plan(settings).step(1).phase)
     setup = states.set_up(settings, make_mesh(settings.mesh, jax.devices()[:devices]))
     state = states.init(settings, setup)
-    ids = np.random.default_rng(0).integers(0, 256, (8, 17))
+    ids = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
     rows = {
         "tokens": ids[:, :-1],
         "targets": ids[:, 1:],
-        "segment_ids": np.ones((8, 16)),
-        "positions": np.tile(np.arange(16), (8, 1)),
+        "segment_ids": np.ones((8, 16), np.int32),
+        "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1)),
+        "loss_mask": np.ones((8, 16), np.float32),
     }
-    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
-        "loss_mask": np.ones((8, 16), np.float32)
-    }
-    return settings, setup, state, steps.put_batch(setup.mesh, rows, 1, setup.spread)
-
-
-def checked(settings, devices, injected=None):
-    settings, setup, state, batch = made(settings, devices)
+    batch = steps.put_batch(setup.mesh, rows, 1, setup.spread)
     inject = injected and injected.gradients(setup.mesh)
     return Replay(settings, setup, inject)(state["params"], state["balance"].bias, batch)
-
-
-@pytest.fixture
-def faulty(tmp_path, monkeypatch):
-    """Asks for faults, and gives their hooks."""
-
-    def ask(*wanted):
-        path = tmp_path / "faults.json"
-        path.write_text(json.dumps(wanted))
-        monkeypatch.setenv(faults.VARIABLE, str(path))
-        return faults.requested()
-
-    return ask
 
 
 OTHERS = (
@@ -82,7 +59,7 @@ MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTH
 
 @pytest.mark.parametrize(("devices", "keys"), MESHES)
 def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
-    assert checked(small(**keys), devices) is None
+    assert checked(devices, **keys) is None
 
 
 @pytest.mark.slow
@@ -99,14 +76,14 @@ def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
     ],
 )
 def test_a_wrong_device_is_named(devices, keys, fault, kind, named, faulty):
-    found = checked(small(**keys), devices, faulty(fault))
+    found = checked(devices, faulty(fault), **keys)
     assert (found.kind, found.devices) == (kind, named)
     assert ("a third to decide is not there" in found.why) == (devices == 2)
 
 
 @pytest.mark.slow
 def test_one_alone_that_is_always_wrong_is_not_found(faulty):
-    assert checked(small(), 1, faulty({"kind": "flip", "device": 0})) is None
+    assert checked(1, faulty({"kind": "flip", "device": 0})) is None
 
 
 def hashes(parts, words=5, seed=0):
@@ -125,9 +102,8 @@ def test_votes(parts, group):
             x[guilty * group, 3] += 1 + by
         assert replay.differs_from_others(seen[:2], everything, parts, names)
         found = replay.differs_from_others(seen, everything, parts, names)
-        assert found.devices == tuple(
-            range(guilty * group, guilty * group + group)
-        ) and found.weights == ("d",)
+        assert found.devices == tuple(range(guilty * group, guilty * group + group))
+        assert found.weights == ("d",)
     first, again = hashes(parts), hashes(parts)
     assert replay.differs_from_itself(first, again, parts, names) is None
     again[:, 0] += 1
@@ -154,19 +130,17 @@ def test_a_hash_sees_every_bit_and_every_place(dtype):
     def of(bits):
         return replay.hashed(jax.lax.bitcast_convert_type(bits, dtype).reshape(x.shape))
 
-    others = [bits]
-    for place in (0, 1, 52, 104):
-        for bit in range(8 * x.dtype.itemsize):
-            others.append(bits.copy())
-            others[-1][place] ^= bits.dtype.type(1 << bit)
-    for a, b in ((0, 1), (3, 80), (7, 8), (0, 104)):
+    width = 8 * x.dtype.itemsize
+    opposite = bits.copy()  # -x in the place after x
+    opposite[5] = opposite[4] ^ bits.dtype.type(1 << (width - 1))
+    others = [bits, opposite]
+    for place, bit in itertools.product((0, 1, 52, 104), range(width)):
         others.append(bits.copy())
-        others[-1][[a, b]] = bits[[b, a]]
-    opposite = bits.copy()
-    # x and -x in each other's places
-    opposite[5] = opposite[4] ^ bits.dtype.type(1 << (8 * x.dtype.itemsize - 1))
-    others += [opposite.copy(), opposite.copy()]
-    others[-1][[4, 5]] = opposite[[5, 4]]
+        others[-1][place] ^= bits.dtype.type(1 << bit)
+    swaps = (bits, 0, 1), (bits, 3, 80), (bits, 7, 8), (bits, 0, 104), (opposite, 4, 5)
+    for base, a, b in swaps:
+        others.append(base.copy())
+        others[-1][[a, b]] = base[[b, a]]
     found = np.asarray(of(jnp.array(others)))
     assert len({x.tobytes() for x in found}) == len(others)
     assert (found == found.astype(np.int64)).all() and found.max() < 1 << 16

@@ -25,49 +25,45 @@ def curves(steps, seed=0, tails="normal", together=0.5):
     return np.stack([loss, norm], 1)
 
 
-def found(figures, phases=None, first=1, settings=None, state=None, keep=False):
-    """The first spike, and the state after each step."""
-    spikes, states, spike = Spikes(settings or Guard(), state), [], None
+def found(figures, phases=None, first=1, state=None, states=None):
+    """The first spike; `states` takes the state after each step."""
+    spikes, spike = Spikes(Guard(), state), None
     for step, (loss, norm) in enumerate(figures.tolist(), first):
         spike = spike or spikes.add(step, phases[step - 1] if phases else 0, loss, norm)
-        if keep:
+        if states is not None:
             states.append(json.loads(json.dumps(spikes.state())))
-    return spike, states
+    return spike
 
 
 @pytest.mark.parametrize("tails", ["normal", "t3"])
 @pytest.mark.parametrize("together", [0.0, 0.5, 0.9])
 def test_noise_with_heavy_tails_is_no_spike(tails, together):
-    assert [found(curves(2000, seed, tails, together))[0] for seed in range(2)] == [None] * 2
+    assert [found(curves(2000, seed, tails, together)) for seed in range(2)] == [None] * 2
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_loss_that_stays_high_is_one_from_its_first_step(seed):
     figures = curves(600, seed)
     figures[400:, 0] += 0.8 * (1 - np.exp(-np.arange(1, 201) / 3))  # within some steps
-    spike, _ = found(figures)
-    assert (
-        spike
-        and 401 <= spike.began <= 403
-        and spike.step == spike.began + 9
-        and spike.figure == "loss"
-    )
+    spike = found(figures)
+    assert 401 <= spike.began <= 403
+    assert (spike.step, spike.figure) == (spike.began + 9, "loss")
     assert f"from step {spike.began} on" in str(spike)
     figures = curves(600, seed)
     figures[300:, 1] *= 8
-    assert found(figures)[0][:3] == (301, 310, "grad_norm")
+    assert found(figures)[:3] == (301, 310, "grad_norm")
     figures = curves(600, seed)
     figures[300:] = np.nan
-    assert found(figures)[0][:3] == (301, 310, "loss")
+    assert found(figures)[:3] == (301, 310, "loss")
 
 
 def test_what_passes_by_itself_is_none():
     figures = curves(900)
     for first in range(100, 900, 40):
         figures[first : first + 9] += 3.0  # nine steps, of ten
-    assert found(figures)[0] is None
+    assert found(figures) is None
     figures[500:, 0] += np.arange(400) * 0.002  # as slow as this is no jump
-    assert found(figures)[0] is None
+    assert found(figures) is None
 
 
 def steady(steps=600):
@@ -81,7 +77,7 @@ def test_high_steps_with_lower_ones_between_are_a_spike_too(of_ten, steps, high)
     good."""
     figures, at = steady(), np.arange(600)
     figures[(at >= 200) & (at % 10 < of_ten), 0] = high
-    spike, _ = found(figures)
+    spike = found(figures)
     assert (spike.began, spike.step, spike.high) == (201, 200 + steps, (steps + 10) // 2)
     assert f"in {spike.high} of {steps} steps, from step 201 on" in str(spike)
 
@@ -92,36 +88,32 @@ def test_high_steps_do_not_raise_the_level(good):
     before."""
     figures, at = steady(900), np.arange(900)
     figures[(at >= 200) & (at % 18 < 9), 0] = 10.0
-    assert found(figures)[0] is None  # no more than the others
+    assert found(figures) is None  # no more than the others
     figures[good:, 0] = 10.0
-    spike, _ = found(figures)
-    assert (
-        good - 18 < spike.began <= good + 1
-        and spike.step <= good + 10
-        and 2.0 <= spike.median <= 2.02
-    )
+    spike = found(figures)
+    assert good - 18 < spike.began <= good + 1 and spike.step <= good + 10
+    assert 2.0 <= spike.median <= 2.02
 
 
 def test_warm_up_borders_of_phases_and_ramps_are_none():
     figures = curves(900)
     figures[:40] += np.linspace(5, 0, 40)[:, None]
-    assert found(figures)[0] is None
+    assert found(figures) is None
     figures[300:, 0] += 1.5  # other text
-    assert found(figures)[0] is not None
-    assert found(figures, [0] * 300 + [1] * 600)[0] is None
+    assert found(figures) is not None
+    assert found(figures, [0] * 300 + [1] * 600) is None
     ramp = curves(900)
     ramp[450:, 1] /= np.sqrt(2)  # twice the batch
     ramp[450:, 0] -= 0.01
-    assert found(ramp)[0] is None
+    assert found(ramp) is None
 
 
-def test_nothing_is_said_before_it_is_settled():
+@pytest.mark.parametrize(("high", "began"), [(SETTLE - 20, None), (SETTLE, SETTLE + 1)])
+def test_nothing_is_said_before_it_is_settled(high, began):
     figures = curves(SETTLE + 40)
-    figures[SETTLE - 20 :] += 5
-    assert found(figures)[0] is None
-    figures = curves(SETTLE + 40)
-    figures[SETTLE:] += 5
-    assert found(figures)[0].began == SETTLE + 1
+    figures[high:] += 5
+    spike = found(figures)
+    assert (spike and spike.began) == began
 
 
 def jump():
@@ -143,11 +135,13 @@ def turns():
 @pytest.mark.parametrize("case", [jump, turns])
 def test_a_restart_anywhere_decides_the_same(case):
     figures, restarts, began = case()
-    spike, states = found(figures, keep=True)
+    states: list = []
+    spike = found(figures, states=states)
     assert spike.began == began
     for step in (*restarts, spike.step - 1):
-        again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
-        assert again == spike and others == states[step:]
+        others: list = []
+        assert found(figures[step:], None, step + 1, states[step - 1], others) == spike
+        assert others == states[step:]
     assert max(len(json.dumps(state)) for state in states) < 10_000
 
 
@@ -165,34 +159,43 @@ def test_a_state_stays_what_it_is_while_steps_go_on():
     assert json.dumps(state) == then
 
 
-def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path):
-    spike = Spike(120, 129, "loss", 5.0, 2.0, 10)
-    first = decisions.after_spike(spike, [60, 80, 100, 120, 125], [], 0)
-    assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
-    assert (
-        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0, 10), [60, 80, 100], [first], 0)[
-            "step"
-        ]
-        == 80
-    )
-    assert (
-        decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0, 10), [100], [first], 0)["step"]
-        == 100
-    )
-    later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0, 10)
-    assert decisions.after_spike(later, [80, 100], [first], 0)["step"] == 100
-    assert decisions.after_spike(spike, [120], [], 7)["step"] == 7  # where the run began
-    # A device's: of when it was known to be right; from the begin where nothing is known, or the
-    # oldest there is.
-    assert decisions.after_mismatch(500, 400, [300, 390, 410], 0)["step"] == 390
-    assert decisions.after_mismatch(500, 400, [410, 450], 0)["step"] == 410
-    assert decisions.after_mismatch(50, 0, [10, 20], 0)["step"] == 0
-    made = [first]
+FIRST = {"kind": "spike", "step": 100, "batches": 29, "at": 129}
+
+
+@pytest.mark.parametrize(
+    ("began", "saved", "decided", "step"),
+    [
+        (120, [60, 80, 100, 120, 125], [], 100),
+        (120, [120], [], 7),  # where the run began
+        (110, [60, 80, 100], [FIRST], 80),  # it comes again
+        (110, [100], [FIRST], 100),
+        (100 + SETTLE + 1, [80, 100], [FIRST], 100),  # another one
+    ],
+)
+def test_a_run_goes_back_before_the_spike_and_further_if_it_comes_again(
+    began, saved, decided, step
+):
+    made = decisions.after_spike(Spike(began, began + 9, "loss", 5.0, 2.0, 10), saved, decided, 7)
+    assert (made["step"], made["batches"], made["at"]) == (step, began + 9 - step, began + 9)
+
+
+@pytest.mark.parametrize(
+    ("clean", "saved", "step"),
+    # to when the devices were known to be right; from the begin where nothing is known, or the
+    # oldest there is
+    [(400, [300, 390, 410], 390), (400, [410, 450], 410), (0, [10, 20], 0)],
+)
+def test_after_a_wrong_device_a_run_goes_back_to_what_is_known_to_be_right(clean, saved, step):
+    assert decisions.after_mismatch(500, clean, saved, 0)["step"] == step
+
+
+def test_decisions_are_read_as_they_were_written(tmp_path):
+    made = [FIRST]
     decisions.write(tmp_path, made)
     assert decisions.read(tmp_path) == made
     assert decisions.skipped_batches(made) == [[100, 29]]
     assert decisions.merge(made, [], tmp_path) == decisions.merge([], made, tmp_path) == made
-    check_refused("different decisions", decisions.merge, made, [first | {"step": 3}], tmp_path)
-    for wrong in ({}, first | {"step": -1}, first | {"step": 999}, "text"):
-        decisions.write(tmp_path, [first, wrong])
+    check_refused("different decisions", decisions.merge, made, [FIRST | {"step": 3}], tmp_path)
+    for wrong in ({}, FIRST | {"step": -1}, FIRST | {"step": 999}, "text"):
+        decisions.write(tmp_path, [FIRST, wrong])
         check_storage_error("cannot be read .*restore it", decisions.read, tmp_path)

@@ -62,7 +62,8 @@ def _faulthandler_dumps(targets: dict[int, StackTarget]) -> dict[int, str]:
     begun: dict[int, int] = {}
     for process, target in targets.items():
         with contextlib.suppress(OSError):
-            if _catches_sigusr1(target.pid):  # the signal would kill others, or wait for them
+            # The signal would kill others, or wait for them.
+            if state(target.pid) not in "TtZX?" and catches(target.pid, signal.SIGUSR1):
                 begun[process] = target.log.stat().st_size
                 os.kill(target.pid, signal.SIGUSR1)
     dumps: dict[int, str] = {}
@@ -80,12 +81,10 @@ def _faulthandler_dumps(targets: dict[int, StackTarget]) -> dict[int, str]:
     return dumps
 
 
-def _catches_sigusr1(pid: int) -> bool:
-    """Whether a process catches SIGUSR1, and would take it now; OSError where it is gone."""
-    if state(pid) in "TtZX?":
-        return False
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal; OSError where it is gone."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return bool(caught and int(caught[1], 16) >> (signum - 1) & 1)
 
 
 def _proc_stacks(pid: int) -> str:
