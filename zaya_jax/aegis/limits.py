@@ -4,7 +4,7 @@ compared with them.
     tree = Tree("/"); tree.number("proc/loadavg")    an unreadable file is noted once, and no error
     judge.counter(name, device, source, value)       findings, if it has grown too much
     judge.state(name, device, on, seen)              findings, if it is so for too long
-    Watcher(tree).poll(judge)                        findings about one kind of hardware
+    judge.gone(name, present)                        findings, for devices that are there no more
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not
 count, but a state from before the run does. A counter is reported once in a window, and begins anew
@@ -14,10 +14,9 @@ docs/watching.md shows the table, and a test checks it. A fault that only slows 
 needs a person some day, is a note: a process that ends soon after has not ended for it.
 """
 
-import abc
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -255,6 +254,7 @@ class Judge:
         self._quiet_until: dict[tuple[str, str, str], float] = {}  # once it is reported
         # looks in a row, and whether it is reported
         self._states: dict[tuple[str, str], tuple[int, bool]] = {}
+        self.devices: dict[str, str] = {}  # those that were there, and their whole names
 
     def counter(
         self, name: str, device: str, source: str, value: float | None
@@ -298,18 +298,11 @@ class Judge:
         if due:
             yield Finding(name, limit.group, limit.action, seen, -1, device)
 
-
-class Watcher(abc.ABC):
-    """One kind of hardware that is watched."""
-
-    name: str
-
-    def __init__(self, tree: Tree):
-        self.tree = tree
-
-    @abc.abstractmethod
-    def poll(self, judge: Judge) -> Iterable[Finding]:
-        """Its findings now."""
+    def gone(self, name: str, present: Container[str]) -> Iterator[Finding]:
+        """Findings for those of `devices` that are not present now."""
+        for device, whole_name in self.devices.items():
+            seen = f"{whole_name} is no longer here"
+            yield from self.state(name, device, device not in present, seen)
 
 
 def _time(seconds: float) -> str:

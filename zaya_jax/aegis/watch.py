@@ -9,14 +9,15 @@ of its own: a driver that hangs is a finding, is waited for once, and keeps no o
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zaya_jax.aegis import watch_gpu
-from zaya_jax.aegis.limits import BY_NAME, Judge, Tree, Watcher
+from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.events import Finding
 
+Poll = Callable[[Tree, Judge], Iterator[Finding]]  # a watcher: its findings now
 INFINIBAND = "sys/class/infiniband"
 # The finding that a port's counter belongs to, by the first pattern that fits. The names of
 # time-outs differ from driver to driver (mlx5, bnxt_re, ionic, irdma).
@@ -31,61 +32,45 @@ KINDS = {
 }
 
 
-class Host(Watcher):
+def poll_host(tree: Tree, judge: Judge) -> Iterator[Finding]:
     """The OOM killer, ECC of the host's memory."""
-
-    name = "host"
-
-    def poll(self, judge: Judge) -> Iterator[Finding]:
-        tree = self.tree
-        for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
-            found = re.search(r"^oom_kill (\S+)", tree.text(place) or "", re.M)
-            if found:
-                count = tree.parse(found[1], f"{place} oom_kill")
-                yield from judge.counter("oom killer", place, "oom_kill", count)
-        edac = "sys/devices/system/edac/mc"
-        for mc in tree.names(edac):
-            if mc.startswith("mc") and mc[2:].isdigit():
-                uncorrected = tree.number(f"{edac}/{mc}/ue_count")
-                yield from judge.counter(
-                    "host uncorrectable memory error", mc, "ue_count", uncorrected
-                )
+    for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
+        found = re.search(r"^oom_kill (\S+)", tree.text(place) or "", re.M)
+        if found:
+            count = tree.parse(found[1], f"{place} oom_kill")
+            yield from judge.counter("oom killer", place, "oom_kill", count)
+    edac = "sys/devices/system/edac/mc"
+    for mc in tree.names(edac):
+        if mc.startswith("mc") and mc[2:].isdigit():
+            uncorrected = tree.number(f"{edac}/{mc}/ue_count")
+            name = "host uncorrectable memory error"
+            yield from judge.counter(name, mc, "ue_count", uncorrected)
 
 
-class Ports(Watcher):
+def poll_ports(tree: Tree, judge: Judge) -> Iterator[Finding]:
     """The node's ports of InfiniBand and RoCE, through the kernel's files."""
-
-    name = "ports"
-
-    def __init__(self, tree: Tree):
-        super().__init__(tree)
-        self._active: set[str] = set()
-
-    def poll(self, judge: Judge) -> Iterator[Finding]:
-        tree, now = self.tree, {}
-        for card in tree.names(INFINIBAND):
-            for port in tree.names(f"{INFINIBAND}/{card}/ports"):
-                now[f"{card}/{port}"] = f"{INFINIBAND}/{card}/ports/{port}"
-        for device in sorted(self._active):
-            yield from judge.state(
-                "nic gone", device, device not in now, f"{device} is no longer here"
-            )
-        for device, place in now.items():
-            state = tree.text(f"{place}/state")
-            if state is None:
-                continue
-            up = "ACTIVE" in state
-            if up:
-                self._active.add(device)
-            physical = tree.text(f"{place}/phys_state") or "?"
-            seen = f"state {state}, physically {physical}"
-            yield from judge.state("nic down", device, device in self._active and not up, seen)
-            for folder in ("counters", "hw_counters"):
-                for counter in tree.names(f"{place}/{folder}"):
-                    names = [name for name in KINDS if re.search(KINDS[name], counter)]
-                    if names:
-                        value = tree.number(f"{place}/{folder}/{counter}")
-                        yield from judge.counter(names[0], device, counter, value)
+    places = {
+        f"{card}/{port}": f"{INFINIBAND}/{card}/ports/{port}"
+        for card in tree.names(INFINIBAND)
+        for port in tree.names(f"{INFINIBAND}/{card}/ports")
+    }
+    yield from judge.gone("nic gone", places)
+    for device, place in places.items():
+        state = tree.text(f"{place}/state")
+        if state is None:
+            continue
+        up = "ACTIVE" in state
+        if up:  # a port that never was is not missed
+            judge.devices[device] = device
+        physical = tree.text(f"{place}/phys_state") or "?"
+        seen = f"state {state}, physically {physical}"
+        yield from judge.state("nic down", device, device in judge.devices and not up, seen)
+        for folder in ("counters", "hw_counters"):
+            for counter in tree.names(f"{place}/{folder}"):
+                names = [name for name in KINDS if re.search(KINDS[name], counter)]
+                if names:
+                    value = tree.number(f"{place}/{folder}/{counter}")
+                    yield from judge.counter(names[0], device, counter, value)
 
 
 class Watchers:
@@ -93,8 +78,13 @@ class Watchers:
 
     def __init__(self, root: str | Path = "/"):
         self._patience = BY_NAME["gpu does not answer"].at
-        kinds = (watch_gpu.Amd, watch_gpu.Nvidia, Ports, Host)
-        self._readers = [_Reader(kind(Tree(root))) for kind in kinds]
+        watchers: dict[str, Poll] = {
+            "amd": watch_gpu.poll_amd,
+            "nvidia": watch_gpu.poll_nvidia,
+            "ports": poll_ports,
+            "host": poll_host,
+        }
+        self._readers = [_Reader(name, poll, Tree(root)) for name, poll in watchers.items()]
 
     def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
@@ -106,8 +96,9 @@ class _Reader:
     """A watcher and its memory. It reads in a thread of its own, which is left behind if it
     hangs."""
 
-    def __init__(self, watcher: Watcher):
-        self._watcher, self._judge = watcher, Judge()
+    def __init__(self, name: str, poll: Poll, tree: Tree):
+        self._name, self._poll = name, poll
+        self._tree, self._judge = tree, Judge()
         self._reads = False
         self._found: list[Finding] = []
 
@@ -119,19 +110,18 @@ class _Reader:
         if not leaving.within(seconds, self._read):
             return [self._is_late(seconds)]
         found, self._found = self._found, []
-        return found + self._watcher.tree.notes()
+        return found + self._tree.notes()
 
     def _is_late(self, seconds: float) -> Finding:
-        name = self._watcher.name
-        seen = f"reading of {name} has not ended after {seconds:.0f} s"
-        if name in ("amd", "nvidia"):
+        seen = f"reading of {self._name} has not ended after {seconds:.0f} s"
+        if self._name in ("amd", "nvidia"):
             limit = BY_NAME["gpu does not answer"]
-            return Finding(limit.name, limit.group, limit.action, seen, -1, name)
-        return Finding("watcher does not answer", "critical", "warn", seen, -1, name)
+            return Finding(limit.name, limit.group, limit.action, seen, -1, self._name)
+        return Finding("watcher does not answer", "critical", "warn", seen, -1, self._name)
 
     def _read(self) -> None:
         try:
-            self._found += self._watcher.poll(self._judge)
+            self._found += self._poll(self._tree, self._judge)
         except Exception as error:  # a watcher's defect is a note, and ends nothing
-            self._watcher.tree.note(f"{self._watcher.name}: {type(error).__name__}: {error}")
+            self._tree.note(f"{self._name}: {type(error).__name__}: {error}")
         self._reads = self._judge.first = False
