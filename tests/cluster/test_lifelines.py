@@ -3,20 +3,20 @@ the roll call, who is silent, whose end counts; whatever one end of a connection
 goes on."""
 
 import contextlib
-import logging
 import selectors
 import socket
 import threading
 import time
+from concurrent import futures
 from unittest import mock
 
 import pytest
 from multiprocess_runs import STRANGE, free_port
 from waiting import until
 
-from zaya_jax.cluster import connections, leaving
+from zaya_jax.cluster import connections, leaving, lifelines
 from zaya_jax.cluster.lifelines import Lifelines, RunEnd
-from zaya_jax.cluster.rank import LostProcess, Rank
+from zaya_jax.cluster.rank import LostProcess, Rank, split_address
 from zaya_jax.config import UserError
 
 HOST = socket.gethostname()
@@ -126,18 +126,13 @@ def test_who_is_interrupted_while_it_looks_for_process_0_ends_at_once():
     """It took 80 s: the thread that looked was waited for."""
     ends, rank = [], Rank(f"localhost:{free_port()}", 2, 1)
     one = Lifelines(rank, 60, ends.append)
-
-    def look():
-        with pytest.raises(LostProcess):
-            one.roll_call(3)
-
-    search = threading.Thread(target=look)
-    search.start()
-    began = time.monotonic()
-    one.report(130, "interrupted by SIGINT", certain=True)
-    assert time.monotonic() - began < 2
-    assert ends == [RunEnd(130, 1, HOST, "interrupted by SIGINT")]
-    search.join()
+    with futures.ThreadPoolExecutor() as pool:
+        search = pool.submit(one.roll_call, 3)
+        began = time.monotonic()
+        one.report(130, "interrupted by SIGINT", certain=True)
+        assert time.monotonic() - began < 2
+        assert ends == [RunEnd(130, 1, HOST, "interrupted by SIGINT")]
+        assert isinstance(search.exception(), LostProcess)
 
 
 def test_all_who_come_go_on_and_the_port_is_free_again():
@@ -166,17 +161,12 @@ def test_who_is_missing_or_contradicts_the_others_is_named_by_all(ranks, seconds
 
 def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process():
     run = Run(2, 20)
-    threads, port = run.begin([0]), int(run.address.rsplit(":", 1)[1])
+    threads = run.begin([0])
+    until(lambda: run.lifelines[0]._hub._server)
     for strange in STRANGE:
-        while True:
-            try:
-                line = socket.create_connection(("localhost", port))
-                break
-            except OSError:
-                time.sleep(0.05)
+        line = socket.create_connection(split_address(run.address), 5)
         with line, contextlib.suppress(OSError):
             line.sendall(strange)
-            line.settimeout(5)
             while line.recv(1 << 16):  # until process 0 hangs up
                 pass
         assert threads[0].is_alive() and run.lifelines[0]._thread.is_alive(), strange[:40]
@@ -186,12 +176,11 @@ def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process(
     run.hang_up()
 
 
-def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, caplog):
-    run = Run(2, 1.0)
+def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch):
+    run, said, asleep = Run(2, 1.0), mock.Mock(), threading.Event()
     for thread in run.begin([0, 1]):
         thread.join()
     select = run.lifelines[0]._selector.select
-    asleep = threading.Event()
 
     def sleepy(patience):
         if not asleep.is_set():
@@ -199,13 +188,11 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
             time.sleep(0.9)  # the other one's answers lie unread, or were not asked for
         return select(patience)
 
+    monkeypatch.setattr(lifelines._log, "warning", said)
     monkeypatch.setattr(run.lifelines[0]._selector, "select", sleepy)
-    with caplog.at_level(logging.WARNING, "zaya_jax"):
-        logging.getLogger("zaya_jax").addHandler(caplog.handler)
-        assert asleep.wait(10)
-        time.sleep(2)
-        logging.getLogger("zaya_jax").removeHandler(caplog.handler)
-    assert "stood still" in caplog.text and not run.ends
+    assert asleep.wait(10)
+    time.sleep(2)
+    assert "stood still" in said.call_args.args[0] and not run.ends
     run.hang_up()
 
 
