@@ -37,10 +37,6 @@ class Agents(multiprocess_runs.Run):
         wanted = f'"step": {step}}}'
         until(lambda: path.exists() and wanted in path.read_text(), seconds, self.err)
 
-    def first(self, kind: str, seconds: float = 60) -> events.RunEvent:
-        """The first event of a kind, waited for: an event is written a moment after it happened."""
-        return until(lambda: self.events(kind), seconds, self.err)[0]
-
     def events(self, kind: str) -> list[events.RunEvent]:
         """Those of a kind."""
         return [event for event in events.read(self.workdir) if event.kind == kind]

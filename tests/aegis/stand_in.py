@@ -50,14 +50,15 @@ def train(workdir: Path, steps: int, seconds: float) -> int:
         own = time.monotonic() - began
         beats.at("step", step, "wait")
         (meeting / f"{step}-{index}").write_text("stop" if asked else "")
-        meet(meeting, step, count)
+        here = [meeting / f"{step}-{i}" for i in range(count)]
+        while not all(path.exists() for path in here):
+            time.sleep(0.002)
         beats.lap(step, time.monotonic() - began, own, 0.0)
-        if step % EVERY == 0 and index == 0:
+        stops = any(path.read_text() for path in here)
+        if index == 0 and (stops or step % EVERY == 0):
             beats.at("save", step)
             save(workdir, step)
-        if any((meeting / f"{step}-{i}").read_text() for i in range(count)):
-            if index == 0:
-                save(workdir, step)
+        if stops:
             return 75
     beats.at("end")
     return 0
@@ -68,12 +69,6 @@ def save(workdir: Path, step: int) -> None:
     folder = workdir / "checkpoints" / str(step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "checksums.json").write_text("{}")
-
-
-def meet(meeting: Path, step: int, count: int) -> None:
-    """Waits for all."""
-    while not all((meeting / f"{step}-{i}").exists() for i in range(count)):
-        time.sleep(0.002)
 
 
 def befall(file: Path, step: int) -> None:

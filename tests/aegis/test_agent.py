@@ -89,7 +89,7 @@ def test_a_process_that_stands_still_is_named_with_its_line_and_all_start_again(
     assert hangs.process == 2 and "process 2 stopped first; 2 wait for it" in hangs.concluded
     assert how in hangs.seen
     assert re.search(f"process 2 at .*{line}", hangs.seen), hangs.seen
-    assert "in meet" in hangs.seen  # where the others wait
+    assert "in train" in hangs.seen  # where the others wait
     stacks = run.workdir / "aegis" / "stacks" / "start-001"
     assert len(list(stacks.glob("process-*.txt"))) == 3
     assert "stand_in.py" in (stacks / "process-00000.txt").read_text()
@@ -166,7 +166,7 @@ def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
     short = {"ZAYA_HEARTBEAT_SECONDS": "2"}
     with start(tmp_path, "--nodes=2", agents=3, seconds=0.15, steps=36, variables=short) as run:
         run.until_step(1)
-        started = run.first("started")
+        (started,) = until(lambda: run.events("started"))
         time.sleep(4.5)  # two heartbeats, in which the third has nothing to say
         assert not run.events("lost")
         victim = started.facts["places"][1]

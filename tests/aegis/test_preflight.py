@@ -76,16 +76,12 @@ def test_rounds_are_disjoint_and_each_node_tries_two(count):
     assert preflight.rounds(nodes[:1]) == [] == preflight.rounds([])
 
 
-def outcome(count, bad_nodes=(), bad_links=()):
-    """The results of all rounds, where these are bad."""
-    results = {}
-    for pair in itertools.chain(*preflight.rounds(range(count))):
-        failed = set(pair) & set(bad_nodes) or set(pair) in [set(link) for link in bad_links]
-        results[pair] = BROKEN if failed else ""
-    return results
-
-
-def named(results):
+def named(count, bad_nodes=(), bad_links=()):
+    """The findings where all links of these nodes are bad, and these links."""
+    pairs, bad_links = itertools.chain(*preflight.rounds(range(count))), [*map(set, bad_links)]
+    results = {
+        pair: BROKEN if {*pair} & {*bad_nodes} or {*pair} in bad_links else "" for pair in pairs
+    }
     return [
         (node, finding.name, finding.device, finding.action)
         for node, finding in preflight.judge_links(results)
@@ -94,27 +90,25 @@ def named(results):
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 9])
 def test_every_bad_node_and_every_bad_link_is_told_apart(count):
-    assert preflight.judge_links(outcome(count)) == []
+    assert named(count) == []
     for i in range(count):
-        assert named(outcome(count, bad_nodes=[i])) == [
-            (i, "links of a node fail", f"node {i}", "exclude")
-        ]
+        assert named(count, bad_nodes=[i]) == [(i, "links of a node fail", f"node {i}", "exclude")]
         a, b = sorted((i, (i + 1) % count))
-        assert named(outcome(count, bad_links=[(a, b)])) == [
+        assert named(count, bad_links=[(a, b)]) == [
             (-1, "link fails", f"node {a}-node {b}", "warn")
         ]
 
 
 def test_several_faults_and_none_that_works():
-    found = named(outcome(8, bad_nodes=[1, 2], bad_links=[(5, 6)]))
+    found = named(8, bad_nodes=[1, 2], bad_links=[(5, 6)])
     assert [(node, device) for node, _, device, _ in found] == [
         (1, "node 1"),
         (2, "node 2"),
         (-1, "node 5-node 6"),
     ]
-    assert named(outcome(4, bad_nodes=range(4))) == [(-1, "no link works", "all nodes", "stop")]
+    assert named(4, bad_nodes=range(4)) == [(-1, "no link works", "all nodes", "stop")]
     # Whose fault it is of two is not known.
-    assert named({(0, 1): BROKEN}) == [(-1, "link fails", "node 0-node 1", "warn")]
+    assert named(2, bad_links=[(0, 1)]) == [(-1, "link fails", "node 0-node 1", "warn")]
 
 
 def test_a_pair_exchanges_known_numbers():

@@ -389,20 +389,13 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=cli.number(int, 0), default=0, metavar="N", help="of the accidents; 0"
     )
-    parser.add_argument(
-        "--stations",
-        type=cli.number(int, 1),
-        default=len(STATIONS),
-        metavar="N",
-        help="the first N",
-    )
     args = parser.parse_args()
     out = Path(args.out).absolute()
     if out.exists() and any(out.iterdir()):
         raise config.UserError(f"--out={args.out} is not empty; give a new folder")
     about = f"{time.strftime('%Y-%m-%d')}, {args.minutes:g} minutes, seed {args.seed}"
     story = Rehearsal(out, args.minutes, args.seed)
-    story.visit(STATIONS[: args.stations])
+    story.visit(STATIONS)
     return cli.DONE if story.written("The dress rehearsal", about) else 1
 
 

@@ -101,14 +101,13 @@ class Decider:
         # With a finding that excludes: left out of the next start that can do without them.
         self._to_exclude: dict[int, str] = {}
         self._nodes_passed: tuple[int, ...] = ()  # the check, and start next
+        # Over all starts
+        self.newest_checkpoint = self._last_step = -1
+        self._recovering: tuple[Cause, int] | None = None  # and the step before; until a new step
         # This start
         self.start_number = 0
         self.nodes: tuple[int, ...] = ()
         self._forget_start()
-        # Over all starts
-        self.newest_checkpoint = self._last_step = -1
-        self._progress = -1  # the checkpoint that newer ones must exceed to count as progress
-        self._recovering: tuple[Cause, int] | None = None  # and the step before; until a new step
         # Since the last progress
         self._failures = 0
         self._faults_of_nodes: dict[int, int] = {}
@@ -119,6 +118,7 @@ class Decider:
         self._findings: list[tuple[float, facts.Observed]] = []
         self._cause: Cause | None = None
         self._killed = self._saved = False
+        self._begun_from = self.newest_checkpoint  # a newer one is progress
 
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
         """Returns the actions that this fact calls for; none after EndAll."""
@@ -257,8 +257,8 @@ class Decider:
 
     def _checkpoint_seen(self, step: int) -> None:
         self.newest_checkpoint = step
-        if step > self._progress and self.state in (*LIVE, RunState.KILLING):
-            self._progress, self._saved = step, True
+        if step > self._begun_from and self.state in (*LIVE, RunState.KILLING):
+            self._saved = True
             self._failures = 0
             self._faults_of_nodes.clear()
             self._codes_retried.clear()
@@ -392,7 +392,6 @@ class Decider:
         self._nodes_passed = ()
         self.start_number += 1
         self._forget_start()
-        self._progress = self.newest_checkpoint
         self._idle -= set(self.nodes)
         self._enter(RunState.RUNNING, 0.0, facts.Start(self.start_number, self.nodes))
         spares = [self._hosts[node] for node in self.usable() if node not in self.nodes]

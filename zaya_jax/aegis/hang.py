@@ -39,8 +39,7 @@ STOPPED = 4.5  # seconds in which the system shows a process as stopped
 LAPS = 64
 DEVICE = ("dispatch", "wait")  # the marks of a step whose program runs
 NO_PULSE = 2.5  # seconds; five pulses were due
-# In which order processes at one position are blamed, by their state in /proc; others are last.
-BLAME = {"T": 0, "D": 1, "Z": 2}
+# States in /proc for which a process is blamed before others at its position, in this order.
 STATES = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}
 
 
@@ -182,7 +181,7 @@ class Hangs:
     def _blame(self, process: int, now: float) -> tuple:
         """The lowest is blamed first."""
         tracked = self._tracked[process]
-        state = BLAME.get(tracked.view.state, len(BLAME))
+        state = [*STATES, tracked.view.state].index(tracked.view.state)
         return tracked.position, now - tracked.pulse <= NO_PULSE, state, tracked.since
 
     def _name(self, first: int, now: float) -> Hung:
