@@ -101,10 +101,9 @@ def test_what_a_library_scribbles_over_a_beat_is_none(tmp_path):
         assert read(lap=struct.pack("<qddd", *numbers)).laps == ()
 
 
-def test_a_process_that_has_said_nothing_has_no_beat(tmp_path):
+def test_a_process_that_has_said_nothing_has_no_beat(tmp_path, monkeypatch):
     (tmp_path / "beats").write_bytes(bytes(2 * beats.SIZE))
-    beats.Beats(tmp_path / "beats", 1)
-    assert (
-        beats.read(tmp_path / "beats", 0) is None
-        and beats.read(tmp_path / "beats", 1).section == "start"
-    )
+    monkeypatch.setenv(beats.VARIABLE, str(tmp_path / "beats"))
+    beats.Beats().begin(1)
+    found = [beats.read(tmp_path / "beats", index) for index in range(2)]
+    assert found[0] is None and found[1].section == "start"

@@ -36,12 +36,11 @@ ANSWER = 10.0
 TAIL = 300  # characters of a probe's last line on stderr
 REPORT = "preflight: "  # a library prints lines too
 
-# Of the probe, on a CPU and elsewhere
-SIZE = {"cpu": 128}  # of a matrix's side
-SIZE_ELSEWHERE = 2048  # fills every compute unit of a GPU
+# Of the probe, on a CPU and elsewhere: a matrix's side, which fills every compute unit of a GPU, and
+# the bytes that each device sends its partner
+SIZES = {"cpu": (128, 1 << 22)}
+SIZES_ELSEWHERE = (2048, 1 << 26)
 ROUNDS = 4  # of products, with other numbers each
-SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
-SENT_ELSEWHERE = 1 << 26
 LAST_WORDS = 2.0  # seconds for those of a killed probe
 
 Pair = tuple[int, int]  # of nodes
@@ -259,7 +258,7 @@ def products(devices: list, matmul: Callable | None = None) -> list[str]:
     from jax.sharding import PartitionSpec as P
 
     count = len(devices)
-    side = SIZE.get(devices[0].platform, SIZE_ELSEWHERE)
+    side, _ = SIZES.get(devices[0].platform, SIZES_ELSEWHERE)
     by_device = NamedSharding(Mesh(np.array(devices), ("devices",)), P("devices"))
 
     # One program for all: every device multiplies the same matrices, and compares by itself.
@@ -321,7 +320,8 @@ def try_link(coordinator: str, index: str) -> None:
     count, local = len(devices), len(jax.local_devices())
     if count != 2 * local:
         raise RuntimeError(f"{local} devices here, {count - local} on the other node")
-    length = SENT.get(devices[0].platform, SENT_ELSEWHERE) // 4
+    _, sent = SIZES.get(devices[0].platform, SIZES_ELSEWHERE)
+    length = sent // 4
     mesh = Mesh(np.array(devices), ("devices",))
     base = np.arange(length, dtype=np.uint32) * np.uint32(2654435761)
 

@@ -57,16 +57,23 @@ class Beat(NamedTuple):
 
 
 class Beats:
-    """The writer of one slot."""
+    """The writer of one slot, once `begin` has found that somebody reads it."""
 
-    def __init__(self, path: str | Path, index: int):
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
         self._lock = threading.Lock()
-        self._turn, self._slot, self._laps = 0, index * SIZE, 0
+        self._turn = self._slot = self._laps = 0
         self._where = (0, 0, 0, 0.0)
-        self.at("start")
-        threading.Thread(target=self._live, name="pulse", daemon=True).start()
+
+    def begin(self, index: int) -> None:
+        """From now on this process reports its progress, if ZAYA_BEATS asks for it."""
+        path = os.environ.get(VARIABLE)
+        if path and self._memory is None:
+            with open(path, "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), 0)
+            self._slot = index * SIZE
+            self.at("start")
+            threading.Thread(target=self._live, name="pulse", daemon=True).start()
 
     def at(self, section: str, step: int | None = None, mark: str = "") -> None:
         """The main thread has come here; without a step, the last one counts."""
@@ -79,6 +86,8 @@ class Beats:
         self._write((step, whole, own, data))
 
     def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
+        if self._memory is None:
+            return
         with self._lock:
             # read here: another thread may have moved it meanwhile
             section, step, mark, since = self._where
@@ -101,26 +110,8 @@ class Beats:
             self._write()
 
 
-_own: Beats | None = None  # this process's, if it reports its progress
-
-
-def begin(index: int) -> None:
-    """From now on this process reports its progress, if ZAYA_BEATS asks for it."""
-    global _own
-    if os.environ.get(VARIABLE) and _own is None:
-        _own = Beats(os.environ[VARIABLE], index)
-
-
-def at(section: str, step: int | None = None, mark: str = "") -> None:
-    """See `Beats`."""
-    if _own:
-        _own.at(section, step, mark)
-
-
-def lap(step: int, whole: float, own: float, data: float) -> None:
-    """See `Beats`."""
-    if _own:
-        _own.lap(step, whole, own, data)
+_own = Beats()  # this process's
+begin, at, lap = _own.begin, _own.at, _own.lap
 
 
 def read(path: str | Path, index: int) -> Beat | None:
