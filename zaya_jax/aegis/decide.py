@@ -418,8 +418,7 @@ class Decider:
 
     def _enter(self, state: RunState, seconds: float, *actions: facts.Action) -> None:
         """Enters a state, for so many seconds at most."""
-        if state not in MAY_FOLLOW[self.state]:
-            raise RuntimeError(f"{state} cannot follow {self.state}")
+        assert state in MAY_FOLLOW[self.state], f"{state} cannot follow {self.state}"
         self.state, self._deadline = state, self._now + seconds
         self._actions += actions
 

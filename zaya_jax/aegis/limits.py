@@ -1,5 +1,4 @@
-"""The limits for hardware counters and levels, each with its reason, and how the node's files are
-compared with them.
+"""The limits for hardware counters and levels, and how the node's files are compared with them.
 
     tree = Tree("/"); tree.number("proc/loadavg")    an unreadable file is noted once, and no error
     judge.counter(name, device, source, value)       findings, if it has grown too much
@@ -10,8 +9,9 @@ A counter is judged by its growth over a window, never by its value: errors befo
 count, but a state from before the run does. A counter is reported once in a window, and begins anew
 when it falls (reset, wrapped). A state is reported once, until it is over.
 
-docs/watching.md shows the table, and a test checks it. A fault that only slows a node down, or
-needs a person some day, is a note: a process that ends soon after has not ended for it.
+docs/watching.md has the source, the unit and the reason of each limit. A fault that only slows a
+node down, or needs a person some day, is a note: a process that ends soon after has not ended for
+it.
 """
 
 import os
@@ -31,148 +31,30 @@ class Limit(NamedTuple):
     finding."""
 
     name: str  # of the finding
-    at: float  # from this on
+    least: float  # from this on
     within: float  # so many seconds (of a counter), or in so many looks in a row (a level, a state)
     group: str
     action: str
-    what: str  # the unit and the source
-    why: str
 
 
 LIMITS = (
     # GPUs
-    Limit(
-        "gpu uncorrectable memory error",
-        1,
-        HOUR,
-        "critical",
-        "exclude",
-        "errors: umc `ue`, NVML volatile DRAM",
-        "wrong data was read; the page is retired at the next reset at best",
-    ),
-    Limit(
-        "gpu uncorrectable error",
-        1,
-        HOUR,
-        "critical",
-        "exclude",
-        "errors: `ue` of gfx, sdma, xgmi and other blocks",
-        "the block computed or moved wrong data",
-    ),
-    Limit(
-        "gpu deferred error",
-        1,
-        HOUR,
-        "critical",
-        "warn",
-        "errors: `de` of any block",
-        "poisoned data, not used yet; using it is an uncorrectable error",
-    ),
-    Limit(
-        "gpu page not retired",
-        1,
-        1,
-        "critical",
-        "exclude",
-        "pages flagged F, NVML row remapping failed",
-        "there is no spare left: the bad memory stays in use",
-    ),
-    Limit(
-        "gpu slow clock",
-        0.7,
-        6,
-        "critical",
-        "note",
-        "share of the busy GPUs' median clock, at or below",
-        "GPUs under one load clock within some 10 % of each other; a slow one makes all wait",
-    ),
-    Limit(
-        "gpu lost",
-        1,
-        2,
-        "critical",
-        "exclude",
-        "cards that were there at the first look",
-        "it has fallen off the bus; only a reset brings it back",
-    ),
-    Limit(
-        "gpu does not answer",
-        10,
-        1,
-        "critical",
-        "exclude",
-        "seconds that a reading takes",
-        "the driver waits for a card whose firmware is stuck; the agent does not ask again",
-    ),
+    Limit("gpu uncorrectable memory error", 1, HOUR, "critical", "exclude"),
+    Limit("gpu uncorrectable error", 1, HOUR, "critical", "exclude"),
+    Limit("gpu deferred error", 1, HOUR, "critical", "warn"),
+    Limit("gpu page not retired", 1, 1, "critical", "exclude"),
+    Limit("gpu slow clock", 0.7, 6, "critical", "note"),
+    Limit("gpu lost", 1, 2, "critical", "exclude"),
+    Limit("gpu does not answer", 10, 1, "critical", "exclude"),
     # Network
-    Limit(
-        "nic down",
-        1,
-        1,
-        "distributed",
-        "warn",
-        "ports that were active at the first look",
-        "a short flap is ridden out by the collectives' time-out; a long one ends the step by"
-        " itself",
-    ),
-    Limit(
-        "nic flaps",
-        3,
-        HOUR,
-        "distributed",
-        "exclude",
-        "`link_downed`",
-        "a port that comes and goes costs a restart each time",
-    ),
-    Limit(
-        "nic gone",
-        1,
-        2,
-        "distributed",
-        "exclude",
-        "cards that were there at the first look",
-        "its driver or firmware has given up",
-    ),
-    Limit(
-        "nic link errors",
-        10,
-        HOUR,
-        "distributed",
-        "note",
-        "`symbol_error`, `link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`,"
-        " CRC errors",
-        "a clean link has none in a day; the usual acceptance limit of InfiniBand cables is 10 an"
-        " hour",
-    ),
-    Limit(
-        "nic time-outs",
-        10,
-        600,
-        "distributed",
-        "warn",
-        "acknowledge time-outs, retries exceeded",
-        "each stalls a queue pair for 4 µs · 2^NCCL_IB_TIMEOUT: packets are lost somewhere on"
-        " the way",
-    ),
+    Limit("nic down", 1, 1, "distributed", "warn"),
+    Limit("nic flaps", 3, HOUR, "distributed", "exclude"),
+    Limit("nic gone", 1, 2, "distributed", "exclude"),
+    Limit("nic link errors", 10, HOUR, "distributed", "note"),
+    Limit("nic time-outs", 10, 600, "distributed", "warn"),
     # The host
-    Limit(
-        "oom killer",
-        1,
-        HOUR,
-        "critical",
-        "warn",
-        "`oom_kill` of /proc/vmstat or the cgroup",
-        "the kernel's log names the process; a process of the run is missed at once",
-    ),
-    Limit(
-        "host uncorrectable memory error",
-        1,
-        HOUR,
-        "critical",
-        "exclude",
-        "EDAC `ue_count`",
-        "wrong data was read from the host's memory",
-    ),
+    Limit("oom killer", 1, HOUR, "critical", "warn"),
+    Limit("host uncorrectable memory error", 1, HOUR, "critical", "exclude"),
 )
 BY_NAME = {limit.name: limit for limit in LIMITS}
 assert len(BY_NAME) == len(LIMITS)
@@ -272,7 +154,7 @@ class Judge:
         while len(past) > 1 and past[1][0] <= self.now - limit.within:
             past.popleft()
         grown, before = value - past[0][1], past[0]
-        if grown < limit.at or self.now < self._quiet_until.get(key, -1e18):
+        if grown < limit.least or self.now < self._quiet_until.get(key, -1e18):
             return
         self._quiet_until[key] = self.now + limit.within
         yield Finding(
@@ -280,7 +162,7 @@ class Judge:
             limit.group,
             limit.action,
             f"{source}: {before[1]:g} -> {value:g} in"
-            f" {_time(min(self.now - before[0], limit.within))}; limit {limit.at:g} in"
+            f" {_time(min(self.now - before[0], limit.within))}; limit {limit.least:g} in"
             f" {_time(limit.within)}",
             -1,
             device,

@@ -77,7 +77,7 @@ class Watchers:
     """All of a node."""
 
     def __init__(self, root: str | Path = "/"):
-        self._patience = BY_NAME["gpu does not answer"].at
+        self._patience = BY_NAME["gpu does not answer"].least
         watchers: dict[str, Poll] = {
             "amd": watch_gpu.poll_amd,
             "nvidia": watch_gpu.poll_nvidia,
@@ -89,7 +89,7 @@ class Watchers:
     def poll(self) -> list[Finding]:
         """Findings now; at the first call only about unreadable files."""
         now = time.monotonic()
-        return [found for one in self._readers for found in one.look(now, self._patience)]
+        return [found for reader in self._readers for found in reader.look(now, self._patience)]
 
 
 class _Reader:

@@ -50,7 +50,7 @@ def _judge_all(readings: Sequence[Reading], judge: Judge) -> Iterator[Finding]:
             yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, seen)
         clock = busy.get(gpu.device)
         if clock and usual:
-            slow = clock <= BY_NAME["gpu slow clock"].at * usual
+            slow = clock <= BY_NAME["gpu slow clock"].least * usual
             seen = f"{clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
             yield from judge.state("gpu slow clock", gpu.device, slow, seen)
 

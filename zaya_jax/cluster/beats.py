@@ -110,8 +110,8 @@ class Beats:
             self._write()
 
 
-_own = Beats()  # this process's
-begin, at, lap = _own.begin, _own.at, _own.lap
+_writer = Beats()  # this process's
+begin, at, lap = _writer.begin, _writer.at, _writer.lap
 
 
 def read(path: str | Path, index: int) -> Beat | None:
@@ -126,8 +126,8 @@ def read(path: str | Path, index: int) -> Beat | None:
                 break
         else:
             return None
-    kept = range(max(laps - LAPS, 0), laps)
-    every = (Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
+    newest = range(max(laps - LAPS, 0), laps)
+    every = (Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in newest)
     # A lap stays for many steps, and the rest is soon written anew: odd laps alone are dropped.
     found = tuple(lap for lap in every if all(0 <= n < MOST for n in lap))
     sound = all(0 <= n < MOST for n in (step, since, pulse, time.monotonic() - max(since, pulse)))

@@ -57,7 +57,7 @@ def before(function: Callable[[], None]) -> None:
 
 def forget(function: Callable[[], None]) -> None:
     """Removes the function given to `before`."""
-    _functions[:] = [one for one in _functions if one != function]
+    _functions[:] = [known for known in _functions if known != function]
 
 
 def within(seconds: float, function: Callable[[], None]) -> bool:

@@ -303,6 +303,6 @@ def _attempts(config: Config, mesh: Mesh, target: chip.Chip) -> Iterator[Attempt
         yield Attempt(f"the compiler's {without}", config, mesh, {option: value}, advice)
     if jax.process_count() == 1:
         alone = dataclasses.replace(config, mesh=config_lib.Mesh())
-        one = meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]])
+        device = meshes.make_mesh(alone.mesh, [mesh.devices.flat[0]])
         advice = "check their links, or take fewer devices or another config.mesh"
-        yield Attempt("an exchange between devices", alone, one, None, advice)
+        yield Attempt("an exchange between devices", alone, device, None, advice)
