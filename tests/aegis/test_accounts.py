@@ -127,14 +127,10 @@ def test_other_histories(name):
 def test_they_sum_to_the_whole_whatever_befell(seed):
     rng = random.Random(seed)
     time, step, events = rng.uniform(0, 1e9), 0, []
-    kinds = ["spent"] * 6
-    kinds += [
+    kinds = [
+        *["spent"] * 6,
+        *accounts.INTERRUPTIONS,
         "started",
-        "died",
-        "hangs",
-        "lost",
-        "found",
-        "border",
         "restarted",
         "ended",
         "spike",
@@ -143,9 +139,12 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
     for _ in range(rng.randrange(1, 60)):
         time += rng.choice([0.0, rng.expovariate(0.1)])
         step = max(step + rng.randrange(-3, 9), 0)
-        facts = {"stop": rng.uniform(0, 3), "step": max(step - 5, 0), "batches": rng.choice([0, 4])}
-        sections = {rng.choice(accounts.SECTIONS): rng.uniform(0, 9)}
-        facts |= {"from": step - rng.randrange(4), "sections": sections}
+        facts = {
+            "stop": rng.uniform(0, 3),
+            "step": max(step - 5, 0),
+            "from": step - rng.randrange(4),
+            "sections": {rng.choice(accounts.SECTIONS): rng.uniform(0, 9)},
+        }
         facts |= {"start": 1} if rng.random() < 0.8 else {}
         kind, seconds = rng.choice(kinds), rng.uniform(-1, 9)
         events.append(RunEvent(kind, time, "note", step=step, seconds=seconds, facts=facts))

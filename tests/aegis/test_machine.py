@@ -29,10 +29,8 @@ def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):
     assert machine.numactl_prefix(1) == []
     (tmp_path / "numactl").write_text("#!/bin/sh\n")
     (tmp_path / "numactl").chmod(0o755)
-    assert (
-        machine.numactl_prefix(1) == ["numactl", "--cpunodebind=1", "--preferred=1"]
-        and machine.numactl_prefix(-1) == []
-    )
+    assert machine.numactl_prefix(1) == ["numactl", "--cpunodebind=1", "--preferred=1"]
+    assert machine.numactl_prefix(-1) == []
 
 
 @pytest.mark.parametrize(
@@ -74,18 +72,22 @@ def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside
     assert stacks.state(process.pid) == "?"
 
 
-def test_a_child_does_not_start_for_a_parent_that_is_gone(tmp_path):
+@pytest.mark.parametrize(
+    ("parent", "words", "expected"),
+    [
+        (os.getpid(), ["echo", "ran"], (0, "ran\n", "")),
+        (1, ["echo", "ran"], (1, "", "")),
+        (
+            os.getpid(),
+            ["no such program"],
+            (2, "", "error: no such program does not start: No such file or directory\n"),
+        ),
+    ],
+)
+def test_a_child_does_not_start_for_a_parent_that_is_gone(parent, words, expected):
     *become, _ = machine.die_with_parent_prefix()
-    done = subprocess.run(
-        [*become, str(os.getpid()), "echo", "ran"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, "ran\n")
-    done = subprocess.run([*become, "1", "echo", "ran"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    done = subprocess.run(
-        [*become, str(os.getpid()), "no such program"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "does not start" in done.stderr
+    done = subprocess.run([*become, str(parent), *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize("patience", [0.5, 30.0, 120.0, 3600.0])
