@@ -3,6 +3,7 @@ the roll call, who is silent, whose end counts; whatever one end of a connection
 goes on."""
 
 import contextlib
+import functools
 import selectors
 import socket
 import threading
@@ -31,16 +32,13 @@ class Run:
         self.count, self.ends = count, {}
         ranks = ranks or [(count, i) for i in range(count)]
         self.lifelines = [
-            Lifelines(Rank(self.address, *rank), seconds, self.leave(i))
+            Lifelines(Rank(self.address, *rank), seconds, functools.partial(self.leave, i))
             for i, rank in enumerate(ranks)
         ]
 
-    def leave(self, index):
-        def call(end):
-            self.ends[index] = end
-            self.lifelines[index].wait_for_hangups()
-
-        return call
+    def leave(self, index, end):
+        self.ends[index] = end
+        self.lifelines[index].wait_for_hangups()
 
     def begin(self, indices, seconds=20):
         threads = [threading.Thread(target=self.call, args=(i, seconds)) for i in indices]

@@ -2,6 +2,9 @@
 same bits however it is killed on the way.
 """
 
+import socket
+from unittest.mock import ANY
+
 import pytest
 from tiny_runs import lines, same_run
 
@@ -49,13 +52,7 @@ def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
     assert "back to step 60, skipping the 17 batches that followed it" in out
     assert "-*: step 75, of a past that was given up" in out
     (made,) = decisions.read(workdir)
-    assert {key: made[key] for key in ("kind", "step", "batches", "at", "began")} == {
-        "kind": "spike",
-        "step": 60,
-        "batches": 17,
-        "at": 77,
-        "began": 73,
-    }
+    assert made == {"kind": "spike", "step": 60, "batches": 17, "at": 77, "began": 73, "seen": ANY}
     (event,) = [event for event in events.read(workdir) if event.kind == "spike"]
     assert (event.step, event.done) == (77, "back to step 60, 17 batches left out")
     assert "row" in event.seen
@@ -130,14 +127,18 @@ def test_a_wrong_device_is_named_and_what_it_may_have_spoilt_is_given_up(run, tm
         and "Exclude it and repeat the command: it continues from step 4" in out
     )
     (made,) = decisions.read(tmp_path / "run")
-    assert (made["kind"], made["step"], made["batches"], made["at"], made["clean"]) == (
-        "corrupt",
-        4,
-        0,
-        10,
-        5,
-    )
-    assert (made["devices"], made["processes"], made["reproduces"]) == ([2], [0], True)
+    assert made == {
+        "kind": "corrupt",
+        "step": 4,
+        "batches": 0,
+        "at": 10,
+        "clean": 5,
+        "seen": ANY,
+        "reproduces": True,
+        "devices": [2],
+        "processes": [0],
+        "hosts": [socket.gethostname()],
+    }
     (event,) = [event for event in events.read(tmp_path / "run") if event.kind == "corrupt"]
     assert event.group == "critical" and event.step == 10 and event.process == 0 and event.node
     assert event.done == "back to step 4" and event.facts["devices"] == [2]
