@@ -33,7 +33,7 @@ KINDS = (
 )
 BOUNDS = {
     "compute": "products at the peak of their format",
-    "memory": "HBM at its bandwidth",
+    "HBM": "HBM at its bandwidth",
     "launches": "kernels too short for either",
     "links": "links, exposed",
     "hidden": "(links, under kernels)",

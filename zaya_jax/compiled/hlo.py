@@ -45,7 +45,11 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(SCOPES)})(?![\w.])")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+# name, shape, op, all after its opening parenthesis, and of that what is before the closing one
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((((?:[^()]|\([^()]*\))*).*)$"
+)
+
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=\{?([^,}\s]+(?:, ?%[^,}\s]+)*)"
@@ -179,9 +183,9 @@ def parse(text: str) -> dict[str, list[Instruction]]:
             if start := _COMPUTATION.match(line):
                 computations[start.group(2)] = instructions
         elif match := _INSTRUCTION.match(line):
-            name, shape, op, rest = match.groups()
+            name, shape, op, rest, inputs = match.groups()
             shapes[name] = shape
-            operands = tuple(_operands(rest))
+            operands = tuple(re.findall(r"%([\w.\-]+)", inputs))
             operand_shapes = tuple(shapes.get(operand, "") for operand in operands)
             instructions.append(Instruction(name, shape, op, rest, operands, operand_shapes))
     return computations
@@ -210,15 +214,6 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
 def callees(i: Instruction) -> list[str]:
     """The computations that an instruction runs; of a loop the condition, then the body."""
     return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(i.rest)))
-
-
-def _operands(rest: str) -> list[str]:
-    depth = 1
-    for end, char in enumerate(rest):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return re.findall(r"%([\w.\-]+)", rest[:end])
-    return []
 
 
 def arrays(shape: str) -> tuple[HloArray, ...]:

@@ -245,14 +245,14 @@ class _Reader:
     def _kernel(self, i: Instruction, times: float) -> GpuKernel:
         kind = i.op.removesuffix("-start")
         collective = kind if kind in hlo.KINDS else None
+        products = self._products(i)
+        flops, wide = sum(n for n, _ in products), any(wide for _, wide in products)
         if kind == "fusion":  # a slice may travel beside other kernels: `fusion-start`
             fused = _fused(i)
             reads = sum(self._reads(fused, number) for number in range(len(i.operands)))
             writes = self._writes(fused)
-            flops, wide = self._flops(fused)
         else:
             reads, writes = sum(map(size, i.operand_shapes)), size(i.shape)
-            flops, wide = _product(i)
             if collective and i.op.endswith("-start"):  # its tuple holds the operands too
                 writes = max(writes - reads, 0)
             elif i.op == "dynamic-update-slice":
@@ -335,32 +335,22 @@ class _Reader:
 
         return written(self.computations[fused][-1])
 
-    def _flops(self, fused: str) -> tuple[float, bool]:
-        """FLOPs of a fusion's products, and whether any multiplies float32."""
-        total, any_wide = 0.0, False
-        for i in self.computations[fused]:
-            if i.op == "fusion":
-                flops, wide = self._flops(_fused(i))
-            else:
-                flops, wide = _product(i)
-            total += flops
-            any_wide = any_wide or wide
-        return total, any_wide
-
-
-def _product(i: Instruction) -> tuple[float, bool]:
-    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything
-    else."""
-    library = ""
-    if i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]*)"', i.rest)):
-        library = target[1]
-    if i.op != "dot" and not re.search("gemm|matmul", library, re.IGNORECASE):
-        return 0.0, False
-    left, out = hlo.arrays(i.operand_shapes[0])[0], hlo.arrays(i.shape)[0]
-    wide = left.dtype == "f32"
-    # each row meets one matrix, or each pair of rows one group
-    if "grouped" in library:
-        return 2.0 * math.prod(left.shape) * out.shape[-1], wide
-    dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
-    summed = re.findall(r"\d+", dims[1]) if dims else []
-    return 2.0 * math.prod(left.shape[int(dim)] for dim in summed) * math.prod(out.shape), wide
+    def _products(self, i: Instruction) -> list[tuple[float, bool]]:
+        """The matrix products of an instruction, and of what it fuses: FLOPs, and whether float32
+        is multiplied."""
+        if i.op in ("fusion", "fusion-start"):
+            return [
+                found for each in self.computations[_fused(i)] for found in self._products(each)
+            ]
+        library = ""
+        if i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]*)"', i.rest)):
+            library = target[1]
+        if i.op != "dot" and not re.search("gemm|matmul", library, re.IGNORECASE):
+            return []
+        left, out = hlo.arrays(i.operand_shapes[0])[0], hlo.arrays(i.shape)[0]
+        dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
+        summed = re.findall(r"\d+", dims[1]) if dims else []
+        flops = 2.0 * math.prod(left.shape[int(dim)] for dim in summed) * math.prod(out.shape)
+        if "grouped" in library:  # each row meets one matrix, or each pair of rows one group
+            flops = 2.0 * math.prod(left.shape) * out.shape[-1]
+        return [(flops, left.dtype == "f32")]

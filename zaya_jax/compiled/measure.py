@@ -5,7 +5,6 @@ It is the very program that `pretrain` runs, made by the same functions, for arr
 shape, a number format and a place on the mesh, but no content.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -76,7 +75,6 @@ def measure(
     collectives = hlo.collectives(compiled)
     cluster = cluster and cluster.of_devices(mesh.size)
     kind, matmul = mesh.devices.flat[0].device_kind, config.precision.matmul
-    bound = bound_of(program, collectives, kind, cluster, matmul)
     tokens = sequences * config.data.seq_len / mesh.size
     return {
         "sequences": sequences,
@@ -97,7 +95,7 @@ def measure(
         "traffic": _by_scope(program, config, tokens),
         "unknown_loops": program.unknown,
         "collectives": [_collective(c, program) for c in collectives if not c.scalar],
-        "bound": bound and bound.facts(),
+        "bound": bound_of(program, collectives, kind, cluster, matmul),
     }
 
 
@@ -191,46 +189,16 @@ def _collective(c: hlo.Collective, program: launches.Program) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """Seconds of a step, by the bound of each kernel."""
-
-    compute: float
-    memory: float
-    launches: float
-    links: float  # exposed
-    hidden: float  # of links, under kernels: no part of the sum
-
-    @property
-    def seconds(self) -> float:
-        """The time of the step."""
-        return self.compute + self.memory + self.launches + self.links
-
-    @property
-    def binds(self) -> str:
-        """The largest part."""
-        parts = {
-            "compute": self.compute,
-            "HBM": self.memory,
-            "launches": self.launches,
-            "links": self.links,
-        }
-        return max(parts, key=lambda name: parts[name])
-
-    def facts(self) -> dict[str, Any]:
-        """Plain values for files and pages."""
-        return {**dataclasses.asdict(self), "seconds": self.seconds, "binds": self.binds}
-
-
 def bound_of(
     program: launches.Program,
     collectives: Sequence[hlo.Collective],
     kind: str,
     cluster: Cluster | None,
     matmul: str = "default",
-) -> Bound | None:
+) -> dict[str, Any] | None:
     """The bound on a chip of this kind (JAX's device_kind) in a cluster; None where its rates are
-    not known.
+    not known. Seconds of a step by what binds each kernel, and of exposed links; "seconds" is
+    their sum, "binds" the largest, and "hidden" the links' time under kernels.
 
     Caches aside, no such chip runs these kernels any faster. A kernel takes the longest of its
     products at the peak for their format, its bytes at the HBM's bandwidth, and LAUNCH. A copy that
@@ -249,11 +217,10 @@ def bound_of(
         peak = wide if kernel.wide else chip.peaks["bfloat16"]
         return {
             "compute": kernel.flops / peak,
-            "memory": kernel.bytes / chip.bandwidth,
+            "HBM": kernel.bytes / chip.bandwidth,
             "launches": LAUNCH,
         }
 
-    totals = _kernel_seconds(program, seconds)
     exposed = hidden = 0.0
     times_of = {kernel.name: kernel.times for kernel in program.kernels}
     for c in collectives:
@@ -270,7 +237,9 @@ def bound_of(
         )
         hidden += times * min(cover, sending)
         exposed += times * max(sending - cover, 0.0)
-    return Bound(**totals, links=exposed, hidden=hidden)
+    parts = _kernel_seconds(program, seconds) | {"links": exposed}
+    binds = max(parts, key=lambda name: parts[name])
+    return {**parts, "hidden": hidden, "seconds": sum(parts.values()), "binds": binds}
 
 
 def _kernel_seconds(
@@ -281,8 +250,8 @@ def _kernel_seconds(
     idle = []  # seconds in which each kernel leaves the HBM to copies beside it
     for kernel, part in zip(program.kernels, parts, strict=True):
         beside = kernel.collective or kernel.name in program.under
-        idle.append(0.0 if beside else kernel.times * (max(part.values()) - part["memory"]))
-    totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
+        idle.append(0.0 if beside else kernel.times * (max(part.values()) - part["HBM"]))
+    totals = dict.fromkeys(("compute", "HBM", "launches"), 0.0)
     for kernel, part in zip(program.kernels, parts, strict=True):
         if not kernel.collective:
             binds = max(part, key=lambda name: part[name])
