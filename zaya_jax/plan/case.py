@@ -154,16 +154,8 @@ class StepCase:
 
     @functools.cached_property
     def numel(self) -> dict[str, int]:
-        """Weights that a device holds: how many by "layers", "embedding", "rest"."""
-        numel = dict.fromkeys(("layers", "embedding", "rest"), 0)
-        for path, number in _local(self.model, self.config.precision, self.spread):
-            if path == "embed/embedding":
-                numel["embedding"] += number
-            elif path.startswith("layers/"):
-                numel["layers"] += number
-            else:
-                numel["rest"] += number
-        return numel
+        """How many numbers of each weight a device holds, by path."""
+        return dict(_local(self.model, self.config.precision, self.spread))
 
     @functools.cached_property
     def layer_numel(self) -> dict[str, float]:

@@ -53,7 +53,7 @@ def estimate(case: StepCase) -> Footprint:
     x4, kept = arrays["x4"], case.model.num_hidden_layers * work.saved_bytes(case)
     # In float32: a device's weights, those outside the table, the whole table, one layer.
     weights4 = 4.0 * sum(case.numel.values())
-    local4 = weights4 - 4.0 * case.numel["embedding"]
+    local4 = weights4 - 4.0 * case.numel["embed/embedding"]
     table4 = 4.0 * case.model.vocab_size * case.model.hidden_size
     layer4 = 4.0 * sum(case.layer_numel.values())
     chunk, chunks = work.head_chunks(case)

@@ -404,7 +404,7 @@ def _around(case: StepCase) -> Iterator[ScopeWork]:
     if several:
         # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of
         # it alone
-        rest += 4.0 * case.numel["layers"]
+        rest += 4.0 * sum(n for path, n in case.numel.items() if path.startswith("layers/"))
         if not fsdp:
             rest += mb * (3 if chunks > 1 else 1) * table4
     if fsdp:
