@@ -219,9 +219,11 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     if not metrics_file.is_file():
         run.omissions.append("There is no metrics.jsonl in this workdir.")
         return run
-    run.recorded, run.series, arrays = _read_metrics(metrics_file, run.omissions)
-    for key, series in arrays.items():
-        if len(series.shape) == 1 + (key == "load"):
+    run.recorded, all_series = _read_metrics(metrics_file, run.omissions)
+    for key, series in all_series.items():
+        if series.shape == ():
+            run.series[key] = series
+        elif len(series.shape) == 1 + (key == "load"):
             run.vectors[key] = series
         else:
             run.omissions.append(f"{key} is not drawn: it has not one number for each layer.")
@@ -240,20 +242,18 @@ def metrics(place: str | os.PathLike) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise UserError(f"{path} is not there; give the folder of a run")
     omissions: list[str] = []
-    steps, numbers, arrays = _read_metrics(path, omissions)
+    steps, all_series = _read_metrics(path, omissions)
     if omissions:
         warnings.warn(" ".join(omissions), stacklevel=2)
     table = {"step": steps}
-    for name, series in (numbers | arrays).items():
+    for name, series in all_series.items():
         table[name] = np.full((len(steps), *series.shape), np.nan)
         table[name][np.searchsorted(steps, series.steps)] = series.values
     return table
 
 
-def _read_metrics(
-    path: pathlib.Path, omissions: list[str]
-) -> tuple[np.ndarray, dict[str, Series], dict[str, Series]]:
-    """The recorded steps; the metrics that are numbers, and those that are arrays.
+def _read_metrics(path: pathlib.Path, omissions: list[str]) -> tuple[np.ndarray, dict[str, Series]]:
+    """The recorded steps, and the metrics by name.
 
     A last line without its end is being written, and waits for the next time.
     """
@@ -286,15 +286,13 @@ def _read_metrics(
         omissions.append(
             f"Left out of {keys}: what is not numbers, or has another shape than the first one."
         )
-    numbers: dict[str, Series] = {}
-    arrays: dict[str, Series] = {}
+    all_series: dict[str, Series] = {}
     for key in list(columns):
         # Its memory is free as soon as the series is made.
-        shape, at_steps, values = columns.pop(key)
-        if at_steps:
-            series = Series.of(at_steps, np.asarray(values).reshape(-1, *shape))
-            (arrays if shape else numbers)[key] = series
-    return np.array(sorted(recorded), int), numbers, arrays
+        shape, steps, values = columns.pop(key)
+        if steps:
+            all_series[key] = Series.of(steps, np.asarray(values).reshape(-1, *shape))
+    return np.array(sorted(recorded), int), all_series
 
 
 def _row(value: object) -> np.ndarray:
@@ -312,9 +310,9 @@ def _record(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    return (
-        record if isinstance(step, float) and 0 <= step <= LAST_STEP and step.is_integer() else None
-    )
+    if isinstance(step, float) and 0 <= step <= LAST_STEP and step.is_integer():
+        return record
+    return None
 
 
 def _json_object(path: pathlib.Path, omissions: list[str]) -> dict:
