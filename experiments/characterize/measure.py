@@ -97,8 +97,29 @@ def measure_parts(
 ) -> tuple[Measured, list[str]]:
     """The figures asked for, and remarks on omissions. Products and memory are of the first device
     alone."""
-    devices, remarks = jax.devices(), []
-    first = devices[0]
+    devices, lists, remarks = jax.devices(), dict[str, tuple](), []
+    first, writes = devices[0], multihost.is_writer()
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if "collectives" in args.parts:
+        sharing = [device for device in devices if device.process_index == first.process_index]
+        free = device_rates.room(first, len(sharing))
+        room = multihost.broadcast_from_zero("room", lambda: free // collectives.SHARE)
+        timings = collectives.measure_collectives(devices, nodes, room, args.seconds, say)
+        lists["collectives"] = timings
+        if not timings:
+            remarks.append("no collectives: there is one device")
+        elif first.platform == "cpu":
+            remarks.append("broadcast is a sum with zeros: XLA has none for a CPU")
+    if "memory" in args.parts and writes:
+        lists["copies"] = device_rates.measure_copies(first, args.seconds, say)
+    if "matmul" in args.parts and writes:
+        products, left_out = device_rates.measure_products(first, config.model, args.seconds, say)
+        lists["products"] = products
+        if left_out:
+            remarks.append(
+                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s"
+                " (three times --seconds)"
+            )
     figures = Measured(
         first.device_kind,
         first.platform,
@@ -106,32 +127,10 @@ def measure_parts(
         max(nodes) + 1,
         jax.process_count(),
         jax.__version__,
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        date,
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
+        **lists,
     )
-    if "collectives" in args.parts:
-        sharing = [device for device in devices if device.process_index == first.process_index]
-        free = device_rates.room(first, len(sharing))
-        room = multihost.broadcast_from_zero("room", lambda: free // collectives.SHARE)
-        timings = collectives.measure_collectives(devices, nodes, room, args.seconds, say)
-        figures = dataclasses.replace(figures, collectives=timings)
-        if not timings:
-            remarks.append("no collectives: there is one device")
-        elif first.platform == "cpu":
-            remarks.append("broadcast is a sum with zeros: XLA has none for a CPU")
-    if not multihost.is_writer():
-        return figures, remarks
-    if "memory" in args.parts:
-        copies = device_rates.measure_copies(first, args.seconds, say)
-        figures = dataclasses.replace(figures, copies=copies)
-    if "matmul" in args.parts:
-        products, left_out = device_rates.measure_products(first, config.model, args.seconds, say)
-        figures = dataclasses.replace(figures, products=products)
-        if left_out:
-            remarks.append(
-                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s"
-                " (three times --seconds)"
-            )
     return figures, remarks
 
 
@@ -412,11 +411,12 @@ def _products(figures: Measured) -> Section:
 
     dense = [product for product in figures.products if product.groups == 1]
     grouped = [product for product in figures.products if product.groups > 1]
-    pictures = _chart("Dense products over rows M", _over_rows(dense, "label"), "TFLOP/s", _whole)
+    whole = "{:,.0f}".format
+    pictures = _chart("Dense products over rows M", _over_rows(dense, "label"), "TFLOP/s", whole)
     knee = figures.rows_knee()
     note = f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens." if knee else ""
     title = "Experts: over tokens an expert"
-    pictures += _chart(title, _over_rows(grouped, "name"), "TFLOP/s", _whole, note)
+    pictures += _chart(title, _over_rows(grouped, "name"), "TFLOP/s", whole, note)
     head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s"]
     if figures.peak:
         head.append("of the peak")
@@ -467,10 +467,6 @@ def binary_size(count: float) -> str:
         if count >= limit:
             return f"{count / limit:.4g} {unit}"
     return f"{count:g} B"
-
-
-def _whole(count: float) -> str:
-    return f"{count:,.0f}"
 
 
 def _point(size: float, median: float, seconds: Timing) -> Point:

@@ -9,13 +9,9 @@ A RUN is the folder of a run, which may still go on; TensorBoard follows it live
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zaya_jax import cli
 from zaya_jax.config import UserError
-
-if TYPE_CHECKING:
-    from zaya_jax.report.read import Workdir
 
 
 def main() -> int:
@@ -29,7 +25,7 @@ def main() -> int:
         help="the page; by default RUN/report.html, or comparison.html for several runs",
     )
     args = parser.parse_args()
-    from experiments.report.compare import MOST_RUNS  # 0.5 s that --help does not need
+    from experiments.report.compare import MOST_RUNS, drawn  # 0.5 s that --help does not need
     from zaya_jax.report.document import write_page
 
     runs: list[Path] = args.RUN
@@ -45,29 +41,6 @@ def main() -> int:
             )
     print(f"Report: {write_page(target, lambda: drawn(runs))}")
     return cli.DONE
-
-
-def drawn(paths: list[Path]) -> str:
-    """The page of one run or of several."""
-    from experiments.report.compare import comparison
-    from zaya_jax.report.run_page import run_document
-
-    runs = [with_metrics(path) for path in paths]
-    page = run_document(runs[0]) if len(runs) == 1 else comparison(runs)
-    return page.html()
-
-
-def with_metrics(path: Path) -> "Workdir":
-    """Reads a run; UserError if no step is recorded yet."""
-    from zaya_jax.report.read import read_workdir
-
-    run = read_workdir(path)
-    if not run.recorded.size:
-        raise UserError(
-            f"RUN {str(path)!r} has no metrics (no whole line in {path / 'metrics.jsonl'}); give"
-            " the folder of a run, or try again later"
-        )
-    return run
 
 
 if __name__ == "__main__":

@@ -7,14 +7,16 @@ omissions.
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from zaya_jax.config import UserError
 from zaya_jax.report import curves
 from zaya_jax.report.document import Page, Section, Table
-from zaya_jax.report.read import Series, Workdir
-from zaya_jax.report.run_page import flat, median_speed, progress
+from zaya_jax.report.read import Series, Workdir, read_workdir
+from zaya_jax.report.run_page import flat, median_speed, progress, run_document
 from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import Markup, duration, escape, known, percent, wrapped
 
@@ -39,6 +41,19 @@ class ComparedRun(NamedTuple):
         """A curve in the run's colour."""
         dashed = self.place >= COLORS
         return Curve(self.name, points, self.place % COLORS, dashed=dashed)
+
+
+def drawn(paths: Sequence[Path]) -> str:
+    """The page of one run or of several; UserError if one has no recorded step yet."""
+    runs = [read_workdir(path) for path in paths]
+    for path, run in zip(paths, runs, strict=True):
+        if not run.recorded.size:
+            raise UserError(
+                f"RUN {str(path)!r} has no metrics (no whole line in {path / 'metrics.jsonl'}); give"
+                " the folder of a run, or try again later"
+            )
+    page = run_document(runs[0]) if len(runs) == 1 else comparison(runs)
+    return page.html()
 
 
 def comparison(workdirs: Sequence[Workdir]) -> Page:
