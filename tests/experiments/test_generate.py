@@ -44,25 +44,27 @@ CACHE = (
 )
 
 
+# biases of the head, with which a model writes only letters, and ends each document
+LETTERS = np.where(np.isin(np.arange(264), [*b"abcdefghijklmnopqrstuvwxyz"]), np.float32(100), 0)
+ENDS = 1000 * np.eye(264, dtype=np.float32)[257]
+
+
+def params(step, bias):
+    return zaya.init(MODEL, jax.random.key(step)) | {"head": {"bias": bias}}
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A run's folder with two steps, whose model writes only letters."""
-    given = config.default().to_dict() | {"model": config.to_dict(MODEL)}
-    given["data"]["seq_len"] = 16
-    folder = open_workdir(tmp_path_factory.mktemp("runs") / "small", config.check(given))
+    """A run's folder with two steps, whose last model writes only letters."""
+    given = config.Config(model=MODEL, data=config.Data(seq_len=16))
+    folder = open_workdir(tmp_path_factory.mktemp("runs") / "small", given)
     tokenizers.load("bytes").save(folder / "tokenizer")
     checkpoints = store.Store(folder)
-    letters = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0).astype(
-        np.float32
-    )
-    for step in (3, 5):
-        params = zaya.init(MODEL, jax.random.key(step))
-        # end of document
-        params["head"]["bias"] = letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
+    for step, bias in ((3, ENDS), (5, LETTERS)):
         state = {
-            "params": params,
+            "params": params(step, bias),
             "balance": {"bias": zaya.init_balance(MODEL)},
-            "optimizer": {"mean": params},
+            "optimizer": {"mean": params(step, bias)},
         }
         save_tree(checkpoints, step, state, {"step": step})
     checkpoints.close()
@@ -83,10 +85,8 @@ def test_it_prints_what_the_model_generates(run, workdir):
     code, out, err = run(f"--model={workdir}", "--prompt=abc", "--num_tokens=20")
     assert code == 0 and re.fullmatch(CACHE, err)
     assert re.fullmatch(r"abc[a-z]{20}\n", out)
-    settings = read_config(workdir)
-    params = zaya.init(MODEL, jax.random.key(5))
-    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0)
-    decoder = decode.Decoder(MODEL, params, zaya.init_balance(MODEL), settings.precision)
+    precision, balance = read_config(workdir).precision, zaya.init_balance(MODEL)
+    decoder = decode.Decoder(MODEL, params(5, LETTERS), balance, precision)
     (new,) = decode.generate(decoder, [[256, *b"abc"]], 20)
     assert out == "abc" + bytes(new).decode() + "\n"
 
