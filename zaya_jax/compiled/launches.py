@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.compiled import hlo
@@ -156,20 +156,6 @@ def read_program(compiled: Any) -> Program:
     return Program(tuple(reader.kernels), dict(reader.unknown), reader.under)
 
 
-def table(
-    program: Program, key: Callable[[GpuKernel], Any] = lambda k: (k.scope, k.stage)
-) -> dict[Any, dict[str, float]]:
-    """Sums over the kernels that share a key: launches, reads, writes, flops; most bytes first."""
-    rows: dict[Any, dict[str, float]] = {}
-    for k in program.kernels:
-        row = rows.setdefault(key(k), dict.fromkeys(("launches", "reads", "writes", "flops"), 0.0))
-        row["launches"] += k.times
-        row["reads"] += k.times * k.reads
-        row["writes"] += k.times * k.writes
-        row["flops"] += k.times * k.flops
-    return dict(sorted(rows.items(), key=lambda item: -item[1]["reads"] - item[1]["writes"]))
-
-
 def _fused(fusion: Instruction) -> str:
     """The computation that a fusion runs."""
     return hlo.callees(fusion)[0]
@@ -246,7 +232,7 @@ class _Reader:
         kind = i.op.removesuffix("-start")
         collective = kind if kind in hlo.KINDS else None
         products = self._products(i)
-        flops, wide = sum(n for n, _ in products), any(wide for _, wide in products)
+        flops, wide = sum((n for n, _ in products), 0.0), any(wide for _, wide in products)
         if kind == "fusion":  # a slice may travel beside other kernels: `fusion-start`
             fused = _fused(i)
             reads = sum(self._reads(fused, number) for number in range(len(i.operands)))

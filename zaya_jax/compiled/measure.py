@@ -5,6 +5,7 @@ It is the very program that `pretrain` runs, made by the same functions, for arr
 shape, a number format and a place on the mesh, but no content.
 """
 
+import collections
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -156,23 +157,27 @@ def _dims(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _by_scope(program: launches.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
-    """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula
-    (`chips`)."""
+    """A row a scope, most bytes first: launches, bytes and FLOPs, and the FLOPs that the model needs
+    by its formula (`chips`)."""
+    rows: dict[str, dict[str, Any]] = {}
+    for kernel in program.kernels:
+        zeros = dict.fromkeys(("launches", "reads", "writes", "flops"), 0.0)
+        fresh = {"scope": kernel.scope, **zeros, "flops_by_stage": collections.Counter()}
+        row = rows.setdefault(kernel.scope, fresh)
+        row["launches"] += kernel.times
+        for name in ("reads", "writes", "flops"):
+            row[name] += kernel.times * getattr(kernel, name)
+        if kernel.flops:
+            row["flops_by_stage"][kernel.stage] += kernel.times * kernel.flops
     useful = chips.flops_by_scope(config.model, config.data.seq_len)
-    by_stage: dict[str, dict[str, float]] = {}
-    for (scope, stage), part in launches.table(program).items():
-        if part["flops"]:
-            by_stage.setdefault(scope, {})[stage] = part["flops"]
-    rows = []
-    for scope, row in launches.table(program, lambda kernel: kernel.scope).items():
-        around = scope.split("/")[0]  # its need counts once, whatever scopes lie in it
-        of_use = row["flops"]
+    ordered = sorted(rows.values(), key=lambda row: -row["reads"] - row["writes"])
+    for row in ordered:
+        around = row["scope"].split("/")[0]  # its need counts once, whatever scopes lie in it
+        row["flops_of_use"] = row["flops"]
         if around in useful:
-            of_use = min(useful[around] * tokens, of_use)
-            useful[around] -= of_use / tokens
-        stages = by_stage.get(scope, {})
-        rows.append({"scope": scope, **row, "flops_of_use": of_use, "flops_by_stage": stages})
-    return rows
+            row["flops_of_use"] = min(useful[around] * tokens, row["flops"])
+            useful[around] -= row["flops_of_use"] / tokens
+    return ordered
 
 
 def _collective(c: hlo.Collective, program: launches.Program) -> dict[str, Any]:
