@@ -56,9 +56,7 @@ class Row:
     size: str
     direction: str
     implementation: str
-    error: float | None = (
-        None  # relative to a norm of XLA's float32 results; the largest of all results
-    )
+    error: float  # relative to a norm of XLA's float32 results; the largest of all results
     seconds: Timing | None = None
     flops: float = 0.0  # of use; 0 where bytes count
     bytes: int = 0  # arguments and results, each once
@@ -125,14 +123,12 @@ def measure(case: cases.Case, size: cases.Size, here: Chip, seconds: float) -> I
     offered = {"ours": (case, here), "XLA": (case, none)}
     for name, call in rivals(case, here).items():
         offered[name] = (dataclasses.replace(case, call=call), none)
-    errors = _errors(case, _checked(size), offered, none)
+    errors = _errors(case, size if size is cases.SMALL else CHECKED, offered, none)
     for name, (own, target) in offered.items():
-        error, limit, note = errors[name], OTHERS, ""
+        (error, note), limit = errors[name], OTHERS
         if name in ("ours", "XLA"):
-            limit = min(2 * max(_number(errors["XLA"]), NOISE), OTHERS)
-        if isinstance(error, str):
-            error, note = None, error
-        elif not error <= limit:  # NaN is wrong too
+            limit = min(2 * max(errors["XLA"][0], NOISE), OTHERS)
+        if not note and not error <= limit:  # NaN is wrong too
             note = f"wrong by {error:.2g} of the norm; not timed"
         for direction in ("forward", "backward"):
             row = Row(case.operator, case.label, size.label, direction, name, error, note=note)
@@ -142,35 +138,27 @@ def measure(case: cases.Case, size: cases.Size, here: Chip, seconds: float) -> I
             yield row
 
 
-def _checked(size: cases.Size) -> cases.Size:
-    return size if size is cases.SMALL else CHECKED
-
-
-def _number(error: float | str) -> float:
-    return np.inf if isinstance(error, str) else error
-
-
 def _errors(
     case: cases.Case, size: cases.Size, offered: dict, none: Chip
-) -> dict[str, float | str]:
-    """The largest error of each implementation's results and gradients, over a norm; or the reason
-    for none."""
+) -> dict[str, tuple[float, str]]:
+    """The largest error of each implementation's results and gradients, over a norm; infinite, with
+    the reason, where it fails."""
     with chip.making(none), jax.default_matmul_precision("highest"):
         exact = _results(
             cases.function(case, "gradients", jnp.float32), case.values(size, jnp.float32)
         )
-    found: dict[str, float | str] = {}
+    found: dict[str, tuple[float, str]] = {}
     for name, (own, target) in offered.items():
         try:
             with chip.making(target):
                 got = _results(cases.function(own, "gradients"), case.values(size))
         except Exception as error:
-            found[name] = f"failed: {_line(error)}"
+            found[name] = np.inf, f"failed: {_line(error)}"
             continue
-        both = zip(got, exact, strict=True)
-        found[name] = max(
-            float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both
-        )
+        norms = [
+            (np.linalg.norm(a - b), np.linalg.norm(b)) for a, b in zip(got, exact, strict=True)
+        ]
+        found[name] = max(float(off / max(norm, 1e-30)) for off, norm in norms), ""
     return found
 
 
@@ -231,20 +219,22 @@ def main(arguments: list[str] | None = None) -> int:
     host = device.platform == "cpu"
     here = Chip("cpu", "gfx942") if host else chip.chip_of(device)
     sizes = [cases.SMALL] if host else [cases.SIZES[label] for label in options.sizes]
-    if host:
-        print(
-            "no GPU is here: kernels are interpreted at a tiny size, and figures are of this host",
-            flush=True,
-        )
     about = {
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "of_host": host,
         **yardsticks(here, options.seconds),
     }
-    print(_yard(about), flush=True)
+    about["note"] = (
+        f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy"
+        f" {about['copy'] / 1e9:,.0f} GB/s; shares are of these."
+    )
+    if host:
+        about["note"] = (
+            "No GPU is here: kernels are interpreted at a tiny size, and figures are of this host."
+        )
+    print(about["note"], flush=True)
     rows: list[Row] = []
     for case in cases.CASES:
         if case.operator not in options.operators:
@@ -262,20 +252,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row.is_fault for row in rows))
 
 
-def _yard(about: dict[str, Any]) -> str:
-    if about["of_host"]:
-        return ""
-    return (
-        f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "
-        f"{about['copy'] / 1e9:,.0f} GB/s; shares are of these."
-    )
-
-
 def _cells(row: Row, about: dict[str, Any]) -> list[str]:
     yardstick, scale, unit = "copy", 1e9, "GB/s"
     if row.flops:
         yardstick, scale, unit = "product", 1e12, "TFLOP/s"
-    measured, temporaries, note = ["–"] * 4, "–", row.note
+    measured, temporaries = ["–"] * 4, "–"
     if row.seconds and row.rate:
         low, high = row.seconds.low * 1e3, row.seconds.high * 1e3
         measured = [
@@ -286,9 +267,7 @@ def _cells(row: Row, about: dict[str, Any]) -> list[str]:
         ]
     if row.temporaries is not None:
         temporaries = f"{row.temporaries / 1e6:,.1f} MB"
-    if not note and row.error is not None:
-        note = f"error {row.error:.1e}"
-    name = f"{row.operator}: {row.label}, {row.size}"
+    name, note = f"{row.operator}: {row.label}, {row.size}", row.note or f"error {row.error:.1e}"
     return [name, row.direction, row.implementation, *measured, temporaries, note]
 
 
@@ -296,12 +275,9 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     flat = [dataclasses.asdict(row) for row in rows]
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
-    note = ""
-    if about["of_host"]:
-        note = "\nFigures are of this host, where kernels are interpreted: of no GPU.\n"
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
     table = Table("Median of repeated calls", HEAD, [_cells(row, about) for row in rows]).markdown()
-    (out / "kernels.md").write_text(f"# {title}\n{note}\n{_yard(about)}\n\n{table}")
+    (out / "kernels.md").write_text(f"# {title}\n\n{about['note']}\n\n{table}")
 
 
 if __name__ == "__main__":
