@@ -10,7 +10,6 @@ is XLA's own and the same on every backend; asynchronous pairs (`all-gather-star
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -145,7 +144,7 @@ def collectives(compiled: Any) -> list[Collective]:
     num_devices = int(devices[1]) if devices else 1
     all_collectives = []
     for computation, instructions in computations.items():
-        lengths = loops.get(computation, ())
+        lengths = loops[computation]
         for i in instructions:
             kind = i.op.removesuffix("-start")
             if kind not in KINDS:
@@ -192,22 +191,21 @@ def parse(text: str) -> dict[str, list[Instruction]]:
 
 
 def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | None, ...]]:
-    """For every computation that runs inside loops, the lengths of these, outermost first."""
-    instructions = itertools.chain(*computations.values())
-    called = {*itertools.chain(*map(callees, instructions))}
+    """For every computation the lengths of the loops that it runs inside, outermost first."""
     lengths_of: dict[str, tuple[int | None, ...]] = {}
-    pending: list[tuple[str, tuple[int | None, ...]]] = [
-        (name, ()) for name in computations if name not in called
-    ]
-    while pending:
-        name, lengths = pending.pop()
+
+    def visit(name: str, lengths: tuple[int | None, ...]) -> None:
         # A computation that is called in several places has the longest of their nests.
         if name in lengths_of and len(lengths_of[name]) >= len(lengths):
-            continue
+            return
         lengths_of[name] = lengths
         for i in computations.get(name, []):
             inside = (*lengths, i.trip_count) if i.op == "while" else lengths
-            pending += [(callee, inside) for callee in callees(i)]
+            for callee in callees(i):
+                visit(callee, inside)
+
+    for name in computations:
+        visit(name, ())
     return lengths_of
 
 
