@@ -150,14 +150,13 @@ def test_advice_by_published_and_by_measured_figures(given, chip, devices, figur
 def test_a_run_gets_advice_where_its_chip_is_known():
     given = read("tiny")
     gpu = [SimpleNamespace(device_kind="AMD Instinct MI300X", platform="rocm")] * 8
-    notes = sizing.notes(given, gpu)
-    assert not any("\n" in line for line in notes)
-    assert notes[0] == (
+    settings, *advice = sizing.notes(given, gpu)
+    assert settings == (
         "settings by published figures (config.hardware.figures is not given): tokens per expert"
         " 302, product 200 GFLOP, fusion buffers 268,435,456 bytes, two levels under 164,000 numbers"
         " a device"
     )
-    assert notes[1:] == [str(f) for f in sizing.advise(given, "mi300x", 8)] and len(notes) == 6
+    assert advice == [str(f) for f in sizing.advise(given, "mi300x", 8)] and len(advice) == 5
     for kind in ("cpu", "NVIDIA A100-SXM4-80GB"):
         assert sizing.notes(given, [SimpleNamespace(device_kind=kind, platform="gpu")]) == []
 
@@ -182,16 +181,12 @@ def test_settings_follow_from_figures(figures, buffers, levels, switches, tmp_pa
     here = sizing.settled(given, 32)
     assert {key for key in ("across", "ring") if getattr(here.mesh, key)} == switches
     assert sizing.two_levels_under(given) == pytest.approx(levels, rel=0.02)
-    found = sizing.value("fusion buffers", "mi300x", figures)
-    assert found == (buffers, "measured, 2026-11-22", True)
     assert sizing.settled(given, 8).mesh.across is False  # one node of the measured ones
-    said = sizing.describe(here, "cpu")
-    across, ring = (key in switches for key in ("across", "ring"))
-    assert said.endswith(
-        f": fusion buffers {buffers:,} bytes, two levels under {sizing.two_levels_under(given):,}"
-        f" numbers a device, mesh.across={across}, mesh.ring={ring}; by published figures: nothing"
+    assert sizing.describe(here, "cpu") == (
+        f"settings by {tmp_path}: fusion buffers {buffers:,} bytes, two levels under"
+        f" {sizing.two_levels_under(given):,} numbers a device, mesh.across={here.mesh.across},"
+        f" mesh.ring={here.mesh.ring}; by published figures: nothing"
     )
-    assert said.startswith(f"settings by {tmp_path}: ") and "\n" not in said
 
 
 def test_what_a_config_turns_on_stays_on(tmp_path):
@@ -221,14 +216,14 @@ def test_a_program_has_the_flags_that_follow(tmp_path, monkeypatch):
     option = f"--config.hardware.figures={tmp_path}"
     assert cli.exit_code(lambda: parser.parse_args([option]) and 0) == 0
     words = [word.removeprefix("--xla_gpu_") for word in os.environ["XLA_FLAGS"].split()]
-    assert [word for word in words if "_combine_threshold_bytes" in word] == [
-        "all_gather_combine_threshold_bytes=5",
-        f"all_reduce_combine_threshold_bytes={1 << 26}",
-        f"reduce_scatter_combine_threshold_bytes={1 << 26}",
-        f"collective_permute_combine_threshold_bytes={4 << 20}",
-    ]
-    assert len(words) == len({word.split("=")[0] for word in words})
-    assert words[0] == "all_gather_combine_threshold_bytes=5" and "enable_command_buffer=" in words
+    flags = dict(word.split("=") for word in words)
+    assert {name: value for name, value in flags.items() if "_combine_threshold_bytes" in name} == {
+        "all_gather_combine_threshold_bytes": "5",
+        "all_reduce_combine_threshold_bytes": f"{1 << 26}",
+        "reduce_scatter_combine_threshold_bytes": f"{1 << 26}",
+        "collective_permute_combine_threshold_bytes": f"{4 << 20}",
+    }
+    assert len(flags) == len(words) and flags["enable_command_buffer"] == ""
 
 
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
@@ -277,8 +272,8 @@ def test_a_step_with_tsp_goes_without_the_pass_that_ends_it():
     for asked in (Config(mesh=tsp), Config(schedule=phases)):
         assert sizing.compiler_flags("rocm", asked)[name] == "false"
     sizing.set_for_platform(Config(mesh=tsp), environ)
-    assert f"--{name}=false" in environ["XLA_FLAGS"].split()
-    assert f"--{name}=true" not in environ["XLA_FLAGS"].split()
+    words = environ["XLA_FLAGS"].split()
+    assert [word for word in words if name in word] == [f"--{name}=false"]
 
 
 @pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
