@@ -35,8 +35,8 @@ CONFIG = Path(__file__).parents[1] / "experiments" / "configs" / "zaya1_base.py"
 
 def step_cases(operator: str) -> list[TriedCall]:
     """An operator as a training step of zaya1_base has it, and `tune` times it."""
-    asked = kernels.tuning_request(read_config(str(CONFIG)), 1)
-    return [case for case in trying.request_cases(asked, operator) if case.timed]
+    request = kernels.tuning_request(read_config(str(CONFIG)), 1)
+    return [case for case in trying.request_cases(request, operator) if case.timed]
 
 
 def compiled(

@@ -1,7 +1,7 @@
 """The child of `tune`: compares and times implementations of operators, in the form of a training
 step.
 
-    python -m pallas_kernels.trying      a JSON request in, a line of JSON for each result out
+    python -m pallas_kernels.trying      a `messages.TileTask` in, messages out
 
 For each operator: XLA's implementation, our kernels with the tiles that ship, with another tile of
 one kernel at a time, and with the best of each together. All are compared with XLA's in float32,
@@ -10,13 +10,12 @@ read a layer of stacks and add their gradients into stacks. The tiles that ship,
 must also be right in further cases: windows, log-sum-exps and their gradient, padded tails, all
 channels turned, experts without tokens, lengths that fill no tile.
 
-Before each implementation the child says which one it begins, so that its parent knows what a crash
-or an endless kernel was, and another child goes on behind it.
+Before each implementation the child says which one it begins. Its parent then knows which one crashed
+or never ended, and starts another child for the rest.
 """
 
 import concurrent.futures
 import itertools
-import json
 import os
 import sys
 import threading
@@ -29,10 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import candidates, cases, chip, table, timing
+from pallas_kernels import candidates, cases, chip, messages, table, timing
 from pallas_kernels.candidates import Tile
 from pallas_kernels.cases import Size
 from pallas_kernels.chip import Chip
+from pallas_kernels.messages import ChildMessage, Outcome, TileTask
 
 SAMPLES = 0.03  # seconds of a timing
 THREADS = 16  # that compile at once
@@ -47,8 +47,6 @@ LIMITS = {2: (2e-2, 0.5), 4: (1e-4, 1e-2)}
 # errors are measured in this unit.
 ZERO, OF_NOISE = 1e-3, (100.0, 100.0)
 XLA, SHIPPED, BEST = "XLA", "shipped", "best of each"
-
-Row = dict[str, Any]
 
 
 class TriedCall(NamedTuple):
@@ -77,15 +75,15 @@ class TriedCall(NamedTuple):
         return tuple(jnp.zeros(x.shape, x.dtype) for x in self.sums(self.size))
 
 
-def request_cases(asked: Mapping[str, Any], operator: str) -> list[TriedCall]:
+def request_cases(request: Mapping[str, Any], operator: str) -> list[TriedCall]:
     """An operator's cases: the timed ones first."""
-    model = SimpleNamespace(**asked["model"])
-    size = Size("", asked["batch"], asked["length"], model, asked.get("whole", 0))
+    model = SimpleNamespace(**request["model"])
+    size = Size("", request["batch"], request["length"], model, request.get("whole", 0))
     small = Size("", 2, 333, model)
     plain = [case for case in cases.CASES if case.operator == operator]
-    more = cases.rare_cases(operator, asked.get("windows", ()))
+    more = cases.rare_cases(operator, request.get("windows", ()))
     if operator == "grouped_mlp":
-        size = size._replace(layers=cases.layers_like_step(size, asked.get("memory") or np.inf))
+        size = size._replace(layers=cases.layers_like_step(size, request.get("memory") or np.inf))
         label = f"in stacks of {size.layers} layers"
         stacks = TriedCall(operator, label, True, size, _in_stacks, cases.stacked, cases.sums)
         chosen, more = [stacks], [*more, *plain]
@@ -126,13 +124,13 @@ def _cotangent(x: jax.Array) -> jax.Array:
 # ################################################################################################
 
 
-def shipped_tiles(asked: Mapping[str, Any], operator: str, card: Chip) -> dict[str, Tile]:
+def shipped_tiles(request: Mapping[str, Any], operator: str, card: Chip) -> dict[str, Tile]:
     """The tiles that ship for an operator's kernels, by the name of the variant that the request
     meets."""
     rows = table.rows(card.architecture)
     heads = operator in ("attention", "linear_attention")
-    channels = asked["model"]["head_dim"] if heads else 128
-    variant = table.variant_of(channels, jnp.dtype(asked["dtype"]).itemsize)
+    channels = request["model"]["head_dim"] if heads else 128
+    variant = table.variant_of(channels, jnp.dtype(request["dtype"]).itemsize)
     shipped = {}
     for kernel, row in table.rows_of_operators(rows, [operator]).items():
         of_variant = rows.get(f"{kernel} {variant}", row)
@@ -142,37 +140,40 @@ def shipped_tiles(asked: Mapping[str, Any], operator: str, card: Chip) -> dict[s
 
 
 def implementations(
-    asked: Mapping[str, Any], operator: str, card: Chip
+    request: Mapping[str, Any], operator: str, card: Chip
 ) -> dict[str, dict[str, Tile]]:
     """Names of implementations, each with the tiles that it has in place of those that ship."""
     by_name: dict[str, dict[str, Tile]] = {XLA: {}, SHIPPED: {}}
-    for kernel, tile in shipped_tiles(asked, operator, card).items():
+    for kernel, tile in shipped_tiles(request, operator, card).items():
         for other in candidates.tiles_to_measure(card.architecture, kernel, tile):
             sizes = " ".join(f"{name} {size}" for name, size in other.items())
             by_name[f"{kernel}: {sizes}"] = {kernel: other}
     return by_name
 
 
-def best_of_each(rows: Sequence[Row], cases: Sequence[TriedCall]) -> dict[str, Tile]:
+def best_of_each(outcomes: Sequence[Outcome], cases: Sequence[TriedCall]) -> dict[str, Tile]:
     """The fastest right tile of each kernel, of those that are faster than what ships."""
-    times = total_seconds(rows, [case for case in cases if case.timed])
+    times = total_seconds(outcomes, [case for case in cases if case.timed])
     fast: dict[str, Tile] = {}
     fastest: dict[str, float] = {}
-    for row in rows:
-        for kernel, tile in row.get("tiles", {}).items() if row["name"] != BEST else ():
-            time_of = times.get(row["name"], np.inf)
-            if time_of < min(times.get(SHIPPED, np.inf) / GAIN, fastest.get(kernel, np.inf)):
-                fast[kernel], fastest[kernel] = tile, time_of
+    slowest = times.get(SHIPPED, np.inf) / GAIN
+    for outcome in outcomes:
+        if outcome["name"] == BEST:
+            continue
+        seconds = times.get(outcome["name"], np.inf)
+        for kernel, tile in outcome.get("tiles", {}).items():
+            if seconds < min(slowest, fastest.get(kernel, np.inf)):
+                fast[kernel], fastest[kernel] = tile, seconds
     return fast
 
 
-def total_seconds(rows: Sequence[Row], needed: Sequence[TriedCall]) -> dict[str, float]:
+def total_seconds(outcomes: Sequence[Outcome], needed: Sequence[TriedCall]) -> dict[str, float]:
     """The seconds of each implementation that is right in all these cases, over the timed ones."""
     right: dict[str, dict[tuple, float]] = {}
-    for row in rows:
-        if "fault" not in row:
-            seconds = right.setdefault(row["name"], {})
-            seconds[row["operator"], row["case"]] = row.get("seconds", 0.0)
+    for outcome in outcomes:
+        if "fault" not in outcome:
+            seconds = right.setdefault(outcome["name"], {})
+            seconds[outcome["operator"], outcome["case"]] = outcome.get("seconds", 0.0)
     names = [case.name for case in needed]
     return {
         name: sum(seconds[case] for case in names)
@@ -181,73 +182,81 @@ def total_seconds(rows: Sequence[Row], needed: Sequence[TriedCall]) -> dict[str,
     }
 
 
-def try_all(
-    asked: Mapping[str, Any], card: Chip, rows: list[Row], until: float, alone: bool
-) -> Iterator[dict[str, Any]]:
-    """{"begin": [operator, case, name]} and {"row": ..} of each implementation that `rows` does not
-    have, and {"done": operator} after its last; `alone`: one compiles at a time."""
-    for operator in asked["operators"]:
-        of_operator = request_cases(asked, operator)
-        exact: dict[str, Reference] = {}
-        tiles_of = implementations(asked, operator, card)
-        for case in of_operator:
-            chosen = tiles_of if case.timed else {name: tiles_of[name] for name in (XLA, SHIPPED)}
-            yield from _try_case(case, chosen, asked, card, rows, exact, until, alone)
-        if best := best_of_each(rows, of_operator):
-            for case in of_operator:
-                yield from _try_case(case, {BEST: best}, asked, card, rows, exact, np.inf, alone)
-        yield {"done": operator}
+def try_all(task: TileTask, card: Chip) -> Iterator[ChildMessage]:
+    """Tries what the task has no outcome of yet, operator after operator."""
+    attempts = Attempts(task, card)
+    for operator in attempts.request["operators"]:
+        yield from attempts.try_operator(operator)
+        yield messages.Done(operator)
 
 
-def _try_case(
-    case: TriedCall,
-    chosen: Mapping[str, dict[str, Tile]],
-    asked: Mapping[str, Any],
-    card: Chip,
-    rows: list[Row],
-    exact: "dict[str, Reference]",
-    until: float,
-    alone: bool,
-) -> Iterator[dict[str, Any]]:
-    known = {row["name"]: row for row in rows if (row["operator"], row["case"]) == case.name}
-    todo = {name: tiles for name, tiles in chosen.items() if name not in known}
-    if not todo or "float32" in known:
-        return
-    if case.label not in exact:
-        yield {"begin": [*case.name, "float32"]}
-        exact[case.label] = Reference(case, asked, card)
-    reference = exact[case.label]
-    reference.limit_by(known.get(XLA, {}))
-    for batch in itertools.batched(todo, THREADS):  # between which the time is looked at
-        in_time = {name: todo[name] for name in batch if _needed(name) or time.monotonic() < until}
-        programs: dict[str, Any] = {}
-        if in_time and not alone:  # in threads: which one a crash was, the next child finds
-            yield {"begin": [*case.name, ""]}
-            for name, program in reference.compiled(in_time, card):
-                programs[name] = program
-                yield {"alive": name}
-        for name, tiles in in_time.items():
-            if not _needed(name) and time.monotonic() > until:
-                return
-            yield {"begin": [*case.name, name]}
-            row = {"operator": case.operator, "case": case.label, "name": name, "tiles": tiles}
-            if name not in programs:
-                programs |= reference.compiled({name: tiles}, card)
-            row |= reference.judge(name, programs[name])
-            rows.append(row)
-            yield {"row": row}
+class Attempts:
+    """The implementations that a task asks for, and what became of them."""
 
+    def __init__(self, task: TileTask, card: Chip):
+        assert task.request is not None
+        self.request, self.card = task.request, card
+        self.outcomes = list(task.outcomes)
+        self.deadline = time.monotonic() + task.seconds
+        self.one_at_a_time = task.one_at_a_time
+        self.references: dict[str, Reference] = {}  # by the label of the case
 
-def _needed(name: str) -> bool:
-    """Whether it is tried however late it is."""
-    return name in (XLA, SHIPPED)
+    def try_operator(self, operator: str) -> Iterator[ChildMessage]:
+        """All tiles in the timed cases, those that ship in all, then the best of each kernel."""
+        self.references = {}  # the arrays of the operator before are freed
+        operator_cases = request_cases(self.request, operator)
+        tiles_of = implementations(self.request, operator, self.card)
+        for case in operator_cases:
+            if case.timed:
+                yield from self._try_case(case, tiles_of)
+            else:
+                yield from self._try_case(case, {name: tiles_of[name] for name in (XLA, SHIPPED)})
+        best = best_of_each(self.outcomes, operator_cases)
+        if best:
+            for case in operator_cases:
+                yield from self._try_case(case, {BEST: best})
+
+    def _try_case(
+        self, case: TriedCall, tiles_of: Mapping[str, dict[str, Tile]]
+    ) -> Iterator[ChildMessage]:
+        known = {o["name"]: o for o in self.outcomes if (o["operator"], o["case"]) == case.name}
+        missing = [name for name in tiles_of if name not in known]
+        if not missing or "float32" in known:  # of float32 there is only a fault
+            return
+        if case.label not in self.references:
+            yield messages.Begin(*case.name, "float32")
+            self.references[case.label] = Reference(case, self.request, self.card)
+        reference = self.references[case.label]
+        reference.limit_by(known.get(XLA, {}))
+        for batch in itertools.batched(missing, THREADS):
+            tiles = {name: tiles_of[name] for name in batch if self._in_time(name)}
+            programs: dict[str, Any] = {}
+            if tiles and not self.one_at_a_time:
+                yield messages.Begin(*case.name, "")
+                for name, program in reference.compiled(tiles, self.card):
+                    programs[name] = program
+                    yield messages.Compiled(name)
+            for name in tiles:
+                if not self._in_time(name):
+                    return
+                yield messages.Begin(*case.name, name)
+                if name not in programs:
+                    programs |= reference.compiled({name: tiles[name]}, self.card)
+                outcome: Outcome = {"operator": case.operator, "case": case.label, "name": name}
+                outcome |= {"tiles": tiles[name]} | reference.judge(name, programs[name])
+                self.outcomes.append(outcome)
+                yield messages.Tried(outcome)
+
+    def _in_time(self, name: str) -> bool:
+        """Without the times of these three a run cannot choose, so they are tried however late."""
+        return name in (XLA, SHIPPED, BEST) or time.monotonic() < self.deadline
 
 
 class Reference:
     """A case's results and gradients in float32, and by how much others may differ."""
 
-    def __init__(self, case: TriedCall, asked: Mapping[str, Any], card: Chip):
-        self.case, self.dtype = case, jnp.dtype(asked["dtype"])
+    def __init__(self, case: TriedCall, request: Mapping[str, Any], card: Chip):
+        self.case, self.dtype = case, jnp.dtype(request["dtype"])
         self.queue = not card.is_host
         self.arguments = case.values(self.dtype, self.dtype)
         one = case._replace(size=case.size._replace(layers=1))  # whose numbers the last layer has
@@ -263,7 +272,7 @@ class Reference:
             limits if n >= ZERO * max(group) else OF_NOISE for group in norms for n in group
         ]
 
-    def limit_by(self, xlas: Row) -> None:
+    def limit_by(self, xlas: Outcome) -> None:
         """Takes XLA's own errors for limits, where it is right."""
         if "errors" in xlas and "fault" not in xlas:
             self.limits = [
@@ -293,34 +302,34 @@ class Reference:
             for done in concurrent.futures.as_completed(waiting):
                 yield done.result()
 
-    def judge(self, name: str, program: Any) -> Row:
+    def judge(self, name: str, program: Any) -> Outcome:
         """The errors of one implementation, and where they are small its seconds."""
-        row: Row = {}
+        outcome: Outcome = {}
         try:
             if isinstance(program, Exception):
                 raise program
             results = program(self.arguments, self.case.zeros())
             buffers = [results[1]]
             errors = self._errors([x for group in _groups(*results) for x in group])
-            row["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
+            outcome["errors"] = [[min(x, 1e99) for x in pair] for pair in errors]
             norm, worst = map(max, zip(*errors, strict=True))
-            row["error"] = min(norm, 1e99)
+            outcome["error"] = min(norm, 1e99)
             if (np.array(errors) > np.array(self.limits)).any():
                 finite = norm + worst < np.inf
                 how = f"by {norm:.2g} of the norm, in one place by {worst:.2g}"
-                return row | {"fault": f"wrong: {how if finite else 'not finite'}"}
+                return outcome | {"fault": f"wrong: {how if finite else 'not finite'}"}
             if name == XLA:
-                self.limit_by(row)
+                self.limit_by(outcome)
 
             def call() -> Any:
                 out, buffers[0] = program(self.arguments, buffers[0])
                 return out
 
             if self.case.timed:
-                row["seconds"] = timing.time_call(call, SAMPLES, self.queue).median
+                outcome["seconds"] = timing.time_call(call, SAMPLES, self.queue).median
         except Exception as error:
-            row["fault"] = " ".join(f"failed: {type(error).__name__}: {error}".split())[:160]
-        return row
+            outcome["fault"] = " ".join(f"failed: {type(error).__name__}: {error}".split())[:160]
+        return outcome
 
     def _errors(self, results: list[jax.Array]) -> list[tuple[float, float]]:
         """Of each result and gradient, over its norm and in the worst place; infinite where it is
@@ -368,28 +377,27 @@ def _distance(a: jax.Array, b: jax.Array, unit: float) -> tuple[jax.Array, jax.A
 
 
 def main() -> int:
-    """Says what device is here, then answers one request."""
+    """Says what device is here, then does one task."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print goes to standard error
 
-    def send(line: dict) -> None:
-        print(json.dumps(line), file=out, flush=True)
+    def send(message: ChildMessage) -> None:
+        print(messages.encode(message), file=out, flush=True)
 
     device = jax.devices()[0]
     card = chip.chip_of(device)
-    about = {"platform": card.platform, "kind": card.kind, "name": device.device_kind}
     memory = (device.memory_stats() or {}).get("bytes_limit")
-    send(about | {"devices": jax.device_count(), "memory": memory})
-    request = json.load(sys.stdin)
+    send(messages.Device(card.platform, card.kind, device.device_kind, jax.device_count(), memory))
+    task = messages.decode(sys.stdin.read())
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    if request:
-        target = Chip(*request["as"]) if request.get("as") else card
-        until = time.monotonic() + request["seconds"]
-        for answer in try_all(request["asked"], target, request["rows"], until, request["alone"]):
-            send(answer)
-            if "failed" in answer.get("row", {}).get("fault", "") and not _sound():
+    if task.request:
+        target = Chip(*task.pretend) if task.pretend else card
+        for message in try_all(task, target):
+            send(message)
+            fault = message.outcome.get("fault", "") if isinstance(message, messages.Tried) else ""
+            if "failed" in fault and not _sound():
                 return 1
-    send({"end": True})
+    send(messages.End())
     return 0
 
 

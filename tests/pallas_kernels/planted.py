@@ -36,11 +36,11 @@ def main() -> int:
     faults = dict(argument.split("=") for argument in sys.argv[1:])
     request_cases, tiles_to_measure = trying.request_cases, trying.candidates.tiles_to_measure
 
-    def planted(asked: Mapping[str, Any], operator: str) -> list[trying.TriedCall]:
+    def planted(request: Mapping[str, Any], operator: str) -> list[trying.TriedCall]:
         fault = faults.get(operator, "")
         return [
             case._replace(call=functools.partial(with_faults, case, fault))
-            for case in request_cases(asked, operator)
+            for case in request_cases(request, operator)
         ]
 
     trying.request_cases = planted

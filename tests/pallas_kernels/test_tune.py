@@ -2,9 +2,7 @@
 more."""
 
 import dataclasses
-import json
 import math
-import time
 import types
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 import tiny_runs
 
-from pallas_kernels import cases, chip, table, trying, tune
+from pallas_kernels import cases, chip, messages, table, trying, tune
 from pallas_kernels.cases import Size
 from pallas_kernels.trying import BEST, SHIPPED, XLA
 from zaya_jax.config import read_config
@@ -39,8 +37,12 @@ def asked(*operators, **more):
 
 def tuned(request, *faults, **more):
     program = ("tests.pallas_kernels.planted", *faults)
-    more = {"seconds": 300, "each": 90, "pretend": HERE} | more
+    more = {"seconds": 300, "patience": 90, "pretend": HERE} | more
     return tune.measure(lambda devices: request, program=program, **more)
+
+
+def searched(rows, request=None, card=HERE, name="MI300X"):
+    return tune.Search(card, name, request or REQUEST, rows)
 
 
 def faults(rows):
@@ -70,7 +72,7 @@ TILE = {"rows": 64, "keys": 64, "warps": 4, "stages": 1}
 
 
 def taken(*rows):
-    return tune.verdict(REQUEST, "attention", [*in_all_cases(XLA, 1.0), *rows])[1]
+    return tune.verdict(searched([*in_all_cases(XLA, 1.0), *rows]), "attention")[1]
 
 
 def test_ours_must_be_right_in_every_case_and_faster_by_three_percent():
@@ -82,21 +84,21 @@ def test_ours_must_be_right_in_every_case_and_faster_by_three_percent():
     assert taken(*in_all_cases(SHIPPED, 0.5), row(BEST, 0.1), wrong | {"name": BEST}) == SHIPPED
     failed = [row(XLA, 0, fault="failed: x"), row(XLA, 0, case=FURTHER)]
     both = [*failed, *in_all_cases(SHIPPED, 9.0)]
-    assert tune.verdict(REQUEST, "attention", both)[1] == SHIPPED
+    assert tune.verdict(searched(both), "attention")[1] == SHIPPED
 
 
 def test_a_case_that_was_never_begun_decides_nothing():
     rows = [*in_all_cases(XLA, 1.0), row(SHIPPED, 0.1)]  # and the padded tail was not reached
-    assert tune.verdict(REQUEST, "attention", rows) == ({}, XLA)
-    record = tune.make_record(HERE, "MI300X", REQUEST, rows)
+    search = searched(rows)
+    assert tune.verdict(search, "attention") == ({}, XLA)
+    record = tune.make_record(search)
     assert record["tiles"] == {} and "attention" in record["kernels"]  # as it ships
     earlier = {"kernels": ["cca_mix"], "tiles": {"mix": {"tile": 1}, "attention_keys": {"tile": 2}}}
-    kept = tune.make_record(HERE, "MI300X", REQUEST, rows, earlier)
+    kept = tune.make_record(search, earlier)
     assert kept["kernels"] == ["cca_mix"] and kept["tiles"] == earlier["tiles"]
-    unknown = tune.make_record(chip.Chip("gpu", "NVIDIA B200"), "B200", REQUEST, rows)
-    assert unknown["kernels"] == [] and tune.describe(REQUEST, rows, HERE)[:1] == [
-        "attention: not tried to its end: as it ships"
-    ]
+    unknown = searched(rows, card=chip.Chip("gpu", "NVIDIA B200"), name="B200")
+    assert tune.make_record(unknown)["kernels"] == []
+    assert tune.describe(search, "attention")[0] == "attention: not tried to its end: as it ships"
 
 
 def test_the_best_tile_of_each_kernel_is_one_that_is_faster_than_what_ships():
@@ -160,8 +162,8 @@ def test_what_is_compared_has_the_runs_options():
 
 
 def test_an_operator_that_a_step_does_not_have_is_named(monkeypatch, capsys):
-    def ask(request, **options):
-        raise RuntimeError(f"asked for {request(1)['operators']}")
+    def ask(make_request, **options):
+        raise RuntimeError(f"asked for {make_request(1)['operators']}")
 
     monkeypatch.setattr(tune, "measure", ask)
     given = ["--config=experiments/configs/tiny.py", "--operators", "attention", "linear_attention"]
@@ -194,27 +196,30 @@ def test_stacks_have_the_fewest_layers_whose_offsets_are_as_wide_as_the_steps():
 
 def test_what_is_found_is_given_as_it_is_found(tmp_path, monkeypatch):
     """Before the child ends, which here it does not do by itself."""
-    said = [{"platform": "cuda", "kind": "sm_90", "name": "H100", "devices": 1, "memory": None}]
-    said += [{"row": row(SHIPPED, 1.0)}, {"done": "attention"}]
-    lines = "\n".join(map(json.dumps, said))
-    sleep = "import sys, time\nif 'asked' in sys.stdin.read(): time.sleep(99)\n"
+    said = [
+        messages.Device("cuda", "sm_90", "H100", 1, None),
+        messages.Tried(row(SHIPPED, 1.0)),
+        messages.Done("attention"),
+    ]
+    lines = "\n".join(map(messages.encode, said))
+    sleep = "import sys, time\nif 'attention' in sys.stdin.read(): time.sleep(99)\n"
     (tmp_path / "a_child.py").write_text(f"print({lines!r}, flush=True)\n{sleep}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = []
 
-    def found(card, name, request, rows, operator):
-        told.append((name, request["memory"], len(rows), operator))
+    def after_operator(search, operator):
+        told.append((search.name, search.request["memory"], len(search.outcomes), operator))
         raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        tune.measure(lambda devices: REQUEST, program=("a_child",), found=found)
+        tune.measure(lambda devices: REQUEST, program=("a_child",), after_operator=after_operator)
     assert told == [("H100", None, 1, "attention")]
 
 
 def test_what_was_written_stays_where_the_search_ends_early(tmp_path, monkeypatch, capsys):
-    def ends(request, seconds, found):
+    def ends(make_request, seconds, after_operator):
         rows = [*in_all_cases(XLA, 1.0), *in_all_cases(SHIPPED, 0.5)]
-        found(HERE, "MI300X", asked("attention", "residual_norm"), rows, "attention")
+        after_operator(searched(rows, asked("attention", "residual_norm")), "attention")
         raise RuntimeError("the process that tries ended")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -230,7 +235,7 @@ def test_what_was_written_stays_where_the_search_ends_early(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("late", [False, True])
 def test_after_the_deadline_nothing_more_is_compiled_but_xlas_and_what_ships(monkeypatch, late):
-    compiled, until = [], time.monotonic() + (0 if late else 99)
+    compiled = []
 
     class Reference:
         def __init__(self, *given):
@@ -242,10 +247,11 @@ def test_after_the_deadline_nothing_more_is_compiled_but_xlas_and_what_ships(mon
             return [(name, None) for name in todo]
 
     monkeypatch.setattr(trying, "Reference", Reference)
-    answers = [*trying.try_all(REQUEST, HERE, [], until, False)]
-    rows = [answer["row"] for answer in answers if "row" in answer]
+    task = messages.TileTask(REQUEST, seconds=0 if late else 99)
+    received = [*trying.try_all(task, HERE)]
+    rows = [message.outcome for message in received if isinstance(message, messages.Tried)]
     tried = [row["name"] for row in rows if row["case"] == "causal, documents"]
-    assert tried[:2] == [XLA, SHIPPED] and answers[-1] == {"done": "attention"}
+    assert tried[:2] == [XLA, SHIPPED] and received[-1] == messages.Done("attention")
     if late:
         assert compiled == [2, 2] and len(tried) == 2
     else:
@@ -254,13 +260,14 @@ def test_after_the_deadline_nothing_more_is_compiled_but_xlas_and_what_ships(mon
 
 @pytest.mark.slow
 def test_experts_in_stacks_and_another_tile_are_tried_as_the_step_runs_them():
-    here, name, request, rows = tuned(asked("grouped_mlp"), "tiles=1")
+    search = tuned(asked("grouped_mlp"), "tiles=1")
+    rows = search.outcomes
     assert not faults(rows)
     names = {row["name"] for row in rows if row["case"] == "in stacks of 2 layers"}
     assert len(names) >= 8 and {XLA, SHIPPED} < names
     for row in rows:  # ours are interpreted here, and slow
         row["seconds"] = 9.0 if row["name"] == XLA else 1.0
-    record = tune.make_record(here, name, request, rows)
+    record = tune.make_record(search)
     assert set(record["tiles"]) == {
         f"experts_{kernel}"
         for kernel in ("gate_up", "down", "d_hidden", "d_x", "d_gate_up", "d_down")
@@ -270,19 +277,19 @@ def test_experts_in_stacks_and_another_tile_are_tried_as_the_step_runs_them():
 def test_a_crash_and_a_kernel_that_never_ends_cost_one_place():
     """The first child compiles in threads, so a second one finds which implementation it was."""
     planted = "residual_norm=kills@experts' join"
-    here, name, request, rows = tuned(asked("residual_norm"), planted)
-    assert faults(rows) == {
+    search = tuned(asked("residual_norm"), planted)
+    assert faults(search.outcomes) == {
         ("residual_norm", "experts' join", SHIPPED): "ended the process (SIGKILL)"
     }
-    assert tune.verdict(request, "residual_norm", rows)[1] == XLA
-    assert tune.make_record(here, name, request, rows)["kernels"] == [
+    assert tune.verdict(search, "residual_norm")[1] == XLA
+    assert tune.make_record(search)["kernels"] == [
         operator for operator in chip.OPERATORS if operator != "residual_norm"
     ]
 
 
 @pytest.mark.slow
 def test_one_that_never_ends_is_ended():
-    rows = tuned(asked("residual_norm"), "residual_norm=hangs@attention's norm", each=15)[3]
-    assert faults(rows) == {
+    search = tuned(asked("residual_norm"), "residual_norm=hangs@attention's norm", patience=15)
+    assert faults(search.outcomes) == {
         ("residual_norm", "attention's norm", SHIPPED): "did not end within 15 s"
     }
