@@ -11,21 +11,23 @@ files.last_record(line)    of a file of records that a kill may have cut short
 import contextlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.config.fields import UserError, first_line
 
 
-def write(path: str | os.PathLike, content: bytes) -> None:
+def write(path: str | os.PathLike, content: bytes, folder: Path | None = None) -> None:
     """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one
-    or the new one.
+    or the new one. Until then it has another name beside it, or in `folder`.
 
     A link is replaced, its target stays as it is.
     """
     target = Path(path)
-    # two programs may write it at once
-    part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")
+    # Two programs may write it at once, on two nodes with one process id.
+    name = f"{_hidden(target)}.{os.getpid()}-{secrets.token_hex(4)}.part"
+    part = (folder or target.parent) / name
     try:
         with part.open("wb") as file:
             file.write(content)

@@ -18,7 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError, UserError, fields
+from zaya_jax.config import StorageError, UserError, fields, files
 from zaya_jax.text import (
     chat,
     chat_template,
@@ -126,7 +126,7 @@ def _save_or_check_plan(directory: pathlib.Path, plan: Plan) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            shard_format.write_atomically(path, json.dumps(plan).encode())
+            files.write(path, json.dumps(plan).encode())
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written: {error.strerror}; give another directory"
@@ -219,7 +219,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     # In this order, so that a directory with a manifest is complete: the table of shards, the
     # manifest, and `.work/` goes last.
     table = np.concatenate(by_split).tobytes()
-    shard_format.write_atomically(directory / shard_format.SHARDS, table, directory / WORK)
+    files.write(directory / shard_format.SHARDS, table, directory / WORK)
     width = np.dtype(tokenizer.dtype).itemsize
     totals = {}
     for split, of_split in zip(shard_format.SPLITS, by_split, strict=True):
@@ -253,7 +253,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         manifest["chats"] = {"context": plan["context"], "template": template}
     manifest["sha256"] = shard_format.json_sha256(manifest)
     content = json.dumps(manifest, indent=1).encode()
-    shard_format.write_atomically(directory / shard_format.MANIFEST, content, directory / WORK)
+    files.write(directory / shard_format.MANIFEST, content, directory / WORK)
     _remove_work_folder(directory)
     return manifest
 

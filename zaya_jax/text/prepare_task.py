@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, files
 from zaya_jax.text import chat, chat_template, inputs, shard_format, text_files, tokenizers
 from zaya_jax.text.inputs import InputRange, Task
 from zaya_jax.text.shard_format import WORK, ShardWriter
@@ -86,8 +86,8 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
     made_by = [plan_hash(plan), tokenizer.sha256, library]
     # Shards carry a number of the corpus, which depends neither on the input's folder nor on its
     # times.
-    files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
-    corpus = shard_format.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
+    sizes = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
+    corpus = shard_format.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": sizes})
     return Job(directory, options, corpus, made_by)
 
 
@@ -180,9 +180,7 @@ class _TaskWriter:
             partial = self._job.directory / WORK / entry.pop("partial")
             partial.replace(self._job.directory / entry["file"])
         record = {"made": self._job.made_by, "shards": entries, **vars(self._tally)}
-        shard_format.write_atomically(
-            self._job.record(self._task.number), json.dumps(record).encode()
-        )
+        files.write(self._job.record(self._task.number), json.dumps(record).encode())
         return sum(entry["tokens"] for entry in entries)
 
     @functools.cached_property

@@ -285,19 +285,6 @@ class ShardWriter:
         self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
 
 
-def write_atomically(
-    path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None
-) -> None:
-    """Write a file so that it is there whole or not at all; until then it has another name there,
-    or in `folder`."""
-    partial = partial_path((folder or path.parent) / path.name)
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-
-
 def partial_path(path: pathlib.Path) -> pathlib.Path:
     """The path at which a file is written before it has its name."""
     # The random part, because pods on two nodes have the same process ids.
