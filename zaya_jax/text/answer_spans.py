@@ -1,9 +1,9 @@
 """Finds in the text of a conversation what its model wrote, and what the template left out of it.
 
 Templates leave out and rewrite what they like, so nothing is inferred from prefixes: the
-conversation is rendered once more with a *sentinel*, a string that occurs nowhere in it, behind
-each *part*: the reasoning and the text of each turn, and the name of each call and tool. Without
-its sentinels that text must be the real one; then the sentinels say where each part ends.
+conversation is rendered once more with a *mark*, a string that occurs nowhere in it, behind each
+*part*: the reasoning and the text of each turn, and the name of each call and tool. Without its
+marks that text must be the real one; then the marks say where each part ends.
 
 An answer starts right after its generation prompt (or, failing that, at its first own character)
 and ends with its end marker, inclusive.
@@ -15,13 +15,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zaya_jax.config import UserError
 from zaya_jax.text import chat
 from zaya_jax.text.chat import Message
 
-SENTINEL = "zjmark"  # with a number and "z": no filter of a template changes letters
+MARK = "zjmark"  # with a number and "z": no filter of a template changes letters
 ANSWER, REASONING = "an answer", "the last reasoning"
 PART_NAMES = {"assistant": ANSWER, "user": "a question", "system": "a system text"}
 PART_NAMES |= dict.fromkeys(chat.RESULT_ROLES, "a result")
@@ -39,6 +39,26 @@ class Incomplete(UserError):
     wrong."""
 
 
+@dataclasses.dataclass
+class Part:
+    """A text of the conversation that its template must write."""
+
+    kind: str
+    text: str  # without the white space around it
+    mark: str  # what stands behind it in the second rendering
+    start: int = -1  # in the rendered text; -1: it is not written as it was given
+    end: int = -1  # -1: it is not written
+
+
+class MarkedTurn(NamedTuple):
+    """A turn with its parts."""
+
+    given: Message
+    marked: Message  # with a mark behind each part
+    parts: list[Part]
+    part_before: Part | None  # the last one of the turns before
+
+
 class AnswerLocator:
     """Where the answers of a conversation are in its rendered text.
 
@@ -48,44 +68,82 @@ class AnswerLocator:
 
     def __init__(self, render: Render, tools: Any, turns: Sequence[Message], text: str) -> None:
         self._render = render
-        self._turns = turns
         self._text = text
-        self._sentinel = SENTINEL
-        while self._sentinel in text:
-            self._sentinel += "q"
-        self._parts = list[tuple[str, str]]()  # (kind, text)
+        self._mark = MARK
+        while self._mark in text:
+            self._mark += "q"
+        self._parts = list[Part]()
         self._tools = tools
         if isinstance(tools, list) and tools:
-            self._tools = [self._with_sentinel_in_name("the tools", tool) for tool in tools]
-        self._marked_turns = list[Message]()
-        self._first_part = [len(self._parts)]  # of each turn, and behind the last one
+            self._tools = [self._mark_name("the tools", tool) for tool in tools]
+        self._turns = list[MarkedTurn]()
+        before: Part | None = None
         for turn in turns:
-            self._marked_turns.append(self._turn_with_sentinels(turn))
-            self._first_part.append(len(self._parts))
-        self._part_end = self._find_parts()
+            count = len(self._parts)
+            marked = self._mark_turn(turn)
+            self._turns.append(MarkedTurn(turn, marked, self._parts[count:], before))
+            before = self._parts[-1] if self._parts[count:] else before
         self._answers = [index for index, turn in enumerate(turns) if turn.is_answer]
+        self._find_parts()
         self._require_all_parts()
 
-    def _find_parts(self) -> dict[int, int]:
-        """Where each part that is written ends in the text."""
-        rendered = self._render(self._tools, self._marked_turns, False)
-        pieces = re.split(f"{self._sentinel}([0-9]+)z", rendered)
-        if "".join(pieces[::2]) != self._text:
+    def _mark_turn(self, turn: Message) -> Message:
+        """A turn with marks behind its reasoning, its text and the names of its calls."""
+        calls = turn.extra_fields.get("tool_calls")
+        content = turn.content
+        extra = dict(turn.extra_fields)
+        if turn.reasoning:
+            turn = turn.with_reasoning(self._mark_text(REASONING, turn.reasoning))
+        # An empty system text says nothing, and many templates leave it out.
+        if content.strip() or not (calls or turn.reasoning or turn.role == "system"):
+            content = self._mark_text(PART_NAMES.get(turn.role, "a turn of another role"), content)
+        if calls:
+            extra["tool_calls"] = [self._mark_name("a call", call) for call in calls]
+        return dataclasses.replace(turn, content=content, extra_fields=extra)
+
+    def _mark_name(self, kind: str, tool: Any) -> Any:
+        """A call or a tool with a mark behind its name."""
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return tool
+        function = function | {"name": self._mark_text(kind, function["name"])}
+        return tool | {"function": function} if "function" in tool else function
+
+    def _mark_text(self, kind: str, text: str) -> str:
+        """A text with a mark behind it, before its last white space: templates may strip that."""
+        mark = f"{self._mark}{len(self._parts)}z"
+        self._parts.append(Part(kind, text.strip(), mark))
+        size = len(text.rstrip())
+        return text[:size] + mark + text[size:]
+
+    def _find_parts(self) -> None:
+        """Notes where each part is in the text; of one that is written twice, the first time."""
+        rendered = self._render(self._tools, [turn.marked for turn in self._turns], False)
+        texts = re.split(f"{self._mark}([0-9]+)z", rendered)  # and the marks' numbers between them
+        if "".join(texts[::2]) != self._text:
             raise Incomplete("left out: the chat template does not write its turns as they are")
-        ends: dict[int, int] = {}
-        offset = 0
-        for piece, part in zip(pieces[::2], pieces[1::2], strict=False):
-            offset += len(piece)
-            ends.setdefault(int(part), offset)
-        return ends
+        end = 0
+        for text, number in zip(texts[::2], texts[1::2], strict=False):
+            end += len(text)
+            part = self._parts[int(number)]
+            if part.end < 0:
+                part.end = end
+                part.start = self._start_of(part)
+
+    def _start_of(self, part: Part) -> int:
+        """Where a part starts whose end is known; -1 where another text ends there."""
+        for spelling in (part.text, json.dumps(part.text, ensure_ascii=False)[1:-1]):  # in JSON
+            if self._text.endswith(spelling, 0, part.end):
+                return part.end - len(spelling)
+        return -1
 
     def _require_all_parts(self) -> None:
-        for part, (kind, _) in enumerate(self._parts):
-            reworded = kind == ANSWER and part in self._part_end
-            if self._part_start(part) is None and kind != REASONING and not reworded:
-                raise Incomplete(f"left out: the chat template does not write {kind}")
-        last = self._answers[-1]
-        if self._turns[last].reasoning and self._answer_body_start(last) is None:
+        for part in self._parts:
+            reworded = part.kind == ANSWER and part.end >= 0
+            if part.start < 0 and part.kind != REASONING and not reworded:
+                raise Incomplete(f"left out: the chat template does not write {part.kind}")
+        last = self._turns[self._answers[-1]]
+        if last.given.reasoning and self._body_start(last) is None:
             raise Incomplete(f"left out: the chat template does not write {REASONING}")
 
     def spans(self, closing_text: str, end_markers: Sequence[str]) -> Spans:
@@ -97,17 +155,18 @@ class AnswerLocator:
         spans: Spans = []
         prompts: dict[str, list[str]] = {}  # that were found, by the role of the turn before
         # The last one first: it is the one that a prompt surely fits, and others begin as it does.
-        for answer in reversed(self._answers):
-            body_start = self._answer_body_start(answer)
+        for index in reversed(self._answers):
+            answer = self._turns[index]
+            body_start = self._body_start(answer)
             if body_start is None:
                 continue
-            stop = self._answer_stop(answer, closing_text, end_markers)
+            stop = self._stop(answer, closing_text, end_markers)
             if stop is None:
                 continue
-            known = prompts.setdefault(self._turns[answer - 1].role if answer else "", [])
-            start = self._answer_start(answer, body_start, known)
-            known.append(self._text[self._previous_turn_end(answer) : start])
-            if self._turns[answer].is_learnt:
+            known = prompts.setdefault(self._turns[index - 1].given.role if index else "", [])
+            start = self._start(index, body_start, known)
+            known.append(self._text[self._end_before(answer) : start])
+            if answer.given.is_learnt:
                 spans.insert(0, (start, stop))
         return spans
 
@@ -120,128 +179,82 @@ class AnswerLocator:
         learnt_blocks: Spans = []
         learnt_answers = set[int]()
         for start, stop in blocks:
-            inside = [answer for answer in self._answers if self._ends_in(answer, start, stop)]
-            later = [answer for answer in self._answers if self._answer_text_end(answer) > stop]
+            inside = [i for i in self._answers if _ends_in(self._turns[i], start, stop)]
+            later = [i for i in self._answers if self._turns[i].parts[-1].end > stop]
             owners = inside or later[:1] or self._answers[-1:]
-            if all(self._turns[owner].is_learnt for owner in owners):
+            if all(self._turns[owner].given.is_learnt for owner in owners):
                 learnt_blocks.append((start, stop))
                 learnt_answers.update(inside)
         return learnt_blocks, len(learnt_answers)
 
-    def _ends_in(self, answer: int, start: int, stop: int) -> bool:
-        """Whether an answer's text ends in a block. Where nothing is between two answers, the text
-        of the first ends at the start of the second one's block, and does not end in it."""
-        end = self._answer_text_end(answer)
-        _, text = self._parts[self._first_part[answer + 1] - 1]
-        return start < end <= stop or (end == start and not text)
+    def _end_before(self, turn: MarkedTurn) -> int:
+        """Where the last part before a turn ends."""
+        return max(turn.part_before.end, 0) if turn.part_before else 0
 
-    def _answer_text_end(self, answer: int) -> int:
-        """Where an answer's text ends; -1 where it is not written."""
-        return self._part_end.get(self._first_part[answer + 1] - 1, -1)
-
-    def _with_sentinel(self, kind: str, text: str) -> str:
-        """A text with a sentinel behind it, before its last white space: templates may strip
-        that."""
-        size = len(text.rstrip())
-        self._parts.append((kind, text.strip()))
-        return f"{text[:size]}{self._sentinel}{len(self._parts) - 1}z{text[size:]}"
-
-    def _with_sentinel_in_name(self, kind: str, tool: Any) -> Any:
-        """A call or a tool with a sentinel behind its name."""
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return tool
-        function = function | {"name": self._with_sentinel(kind, function["name"])}
-        return tool | {"function": function} if "function" in tool else function
-
-    def _turn_with_sentinels(self, turn: Message) -> Message:
-        """A turn with sentinels behind its reasoning, its text and the names of its calls."""
-        calls = turn.extra_fields.get("tool_calls")
-        content = turn.content
-        extra = dict(turn.extra_fields)
-        if turn.reasoning:
-            turn = turn.with_reasoning(self._with_sentinel(REASONING, turn.reasoning))
-        # An empty system text says nothing, and many templates leave it out.
-        if content.strip() or not (calls or turn.reasoning or turn.role == "system"):
-            content = self._with_sentinel(
-                PART_NAMES.get(turn.role, "a turn of another role"), content
-            )
-        if calls:
-            extra["tool_calls"] = [self._with_sentinel_in_name("a call", call) for call in calls]
-        return dataclasses.replace(turn, content=content, extra_fields=extra)
-
-    def _part_start(self, part: int) -> int | None:
-        """Where a part starts; None where it is not written as it was given."""
-        text, end = self._parts[part][1], self._part_end.get(part, -1)
-        for spelling in (text, json.dumps(text, ensure_ascii=False)[1:-1]):  # results as JSON
-            if end >= 0 and self._text.endswith(spelling, 0, end):
-                return end - len(spelling)
-        return None
-
-    def _previous_turn_end(self, turn: int) -> int:
-        """Where the last part of the turn before one ends."""
-        return self._part_end.get(self._first_part[turn] - 1, 0) if turn else 0
-
-    def _answer_body_start(self, answer: int) -> int | None:
+    def _body_start(self, answer: MarkedTurn) -> int | None:
         """Where an answer's own words start; None where they are not written as they were given."""
-        turn = self._turns[answer]
-        text = self._text
-        parts = range(self._first_part[answer], self._first_part[answer + 1])
-        starts = [self._part_start(part) for part in parts]
-        start = starts[0]
-        if start is None or None in starts:
+        text, message = self._text, answer.given
+        start = answer.parts[0].start
+        if any(part.start < 0 for part in answer.parts):
             return None
-        if turn.reasoning:
-            opening = text.rfind("<think>", self._previous_turn_end(answer), start)
+        if message.reasoning:
+            opening = text.rfind("<think>", self._end_before(answer), start)
             return start if opening < 0 else opening
-        space = turn.content[: len(turn.content) - len(turn.content.lstrip())]
+        space = message.content[: len(message.content) - len(message.content.lstrip())]
         return start - len(space) if text.endswith(space, 0, start) else start
 
-    def _answer_start(self, answer: int, body_start: int, known_prompts: list[str]) -> int:
+    def _start(self, index: int, body_start: int, known_prompts: list[str]) -> int:
         """Where the generation prompt for an answer ends, whose own words start at `body_start`."""
-        before = self._previous_turn_end(answer)
+        answer = self._turns[index]
+        before = self._end_before(answer)
         text = self._text
         fitting = [len(prompt) for prompt in known_prompts if text.startswith(prompt, before)]
         if fitting:
             return before + max(fitting)
         prompt = text[before:body_start]
-        if answer:
+        if index:
             with contextlib.suppress(Refused):  # as of a conversation without a question
-                rendered = self._render(self._tools, self._marked_turns[:answer], True)
-                prompt = self._text_after_part(rendered, self._first_part[answer] - 1)
+                turns = [turn.marked for turn in self._turns[:index]]
+                rendered = self._render(self._tools, turns, True)
+                prompt = self._text_after(rendered, answer.part_before)
         if text.startswith(prompt, before):
             return before + len(prompt)
         # The prompt begins something that this answer has not, such as reasoning.
         common = os.path.commonprefix((prompt, text[before:body_start]))  # noqa: RUF071
-        begins_with_text = self._parts[self._first_part[answer]][0] == ANSWER
-        if begins_with_text or text.startswith("<think>", body_start):
+        if answer.parts[0].kind == ANSWER or text.startswith("<think>", body_start):
             return body_start
         # A call, whose own tag may begin as that of reasoning does: "<" is in both.
         if common.rfind("<") > common.rfind(">"):
             common = common[: common.rfind("<")]
         return before + len(common)
 
-    def _answer_stop(
-        self, answer: int, closing_text: str, end_markers: Sequence[str]
+    def _stop(
+        self, answer: MarkedTurn, closing_text: str, end_markers: Sequence[str]
     ) -> int | None:
         """Where an answer ends, its end marker included; None where it has none."""
-        part = self._first_part[answer + 1] - 1
-        text = self._text
-        if self._parts[part][0] != ANSWER:  # behind its last name come arguments
-            alone = self._render(self._tools, [QUESTION, self._marked_turns[answer]], False)
-            closing_text = self._text_after_part(alone, part)
-        closing_text, text_end = closing_text.strip(), self._part_end[part]
+        part = answer.parts[-1]
+        if part.kind != ANSWER:  # behind its last name come arguments
+            alone = self._render(self._tools, [QUESTION, answer.marked], False)
+            closing_text = self._text_after(alone, part)
+        closing_text = closing_text.strip()
         if not closing_text:
-            return text_end
+            return part.end
         end = next((marker for marker in end_markers if marker in closing_text), closing_text)
         words = closing_text.rpartition(end)[0].split()
         before_end = r"\s*".join(map(re.escape, words))
         any_end = "|".join(map(re.escape, (end, *end_markers)))
-        match = re.compile(rf"\s*{before_end}\s*(?:{any_end})").match(text, text_end)
+        match = re.compile(rf"\s*{before_end}\s*(?:{any_end})").match(self._text, part.end)
         return match.end() if match else None
 
-    def _text_after_part(self, rendered: str, part: int) -> str:
-        """The rendered text after the given part (all of it if `part` < 0), sentinels removed."""
-        if part >= 0:
-            rendered = rendered.partition(f"{self._sentinel}{part}z")[2]
-        return re.sub(f"{self._sentinel}[0-9]+z", "", rendered)
+    def _text_after(self, rendered: str, part: Part | None) -> str:
+        """The rendered text after a part (all of it if there is none), marks removed."""
+        if part:
+            rendered = rendered.partition(part.mark)[2]
+        return re.sub(f"{self._mark}[0-9]+z", "", rendered)
+
+
+def _ends_in(answer: MarkedTurn, start: int, stop: int) -> bool:
+    """Whether an answer's text ends in a block. Where nothing is between two answers, the text of
+    the first ends at the start of the second one's block, and does not end in it."""
+    last = answer.parts[-1]
+    return start < last.end <= stop or (last.end == start and not last.text)
