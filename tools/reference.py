@@ -8,7 +8,9 @@ A test compares the page with this program's output.
 import argparse
 import functools
 import importlib
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -102,16 +104,11 @@ def page() -> str:
 
 def _about(doc: str) -> str:
     """A module's docstring with its commands in fences."""
-    out, inside = [], False
-    for line in doc.strip().splitlines():
-        if line.startswith("    ") != inside and line:
-            inside = not inside
-            out.append("```text" if inside else "```\n")
-        out.append(line.removeprefix("    ") if inside else line)
-    if inside:
-        out.append("```")
-    text = "\n".join(out)
-    return text.replace("\n\n```\n", "\n```\n").replace("```text\n\n", "```text\n") + "\n"
+
+    def fenced(block: re.Match) -> str:
+        return f"```text\n{textwrap.dedent(block[0])}\n```"
+
+    return re.sub(r"^    .*(?:\n+    .*)*", fenced, doc.strip(), flags=re.M) + "\n"
 
 
 def _of_parser(

@@ -195,14 +195,9 @@ class PreparedStore:
 
     def _cached_bundles(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], TokenBlock]:
         """Bundles from the cache or from storage (many at once)."""
-        bundles: dict[tuple[int, int], TokenBlock] = {}
-        missing: list[tuple[int, int]] = []
-        for key in dict.fromkeys(keys):
-            bundle = self.cache.get(key)
-            if bundle is None:
-                missing.append(key)
-            else:
-                bundles[key] = bundle
+        cached = {key: self.cache.get(key) for key in keys}
+        bundles = {key: bundle for key, bundle in cached.items() if bundle is not None}
+        missing = [key for key in cached if key not in bundles]
         # Each shard's table once, before its bundles ask for it at the same time.
         with contextlib.suppress(CorruptRecord):  # of which each of them tells
             list(_readers.map(self._bundle_table, {shard for shard, _ in missing}))

@@ -98,12 +98,7 @@ class Tokenizer:
         self.content = content
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.extra_files = extra or {}  # EXTRA_FILES, for other programs
-        names = special_names(self.extra_files)
-        configured = {
-            ours: self.special_id(names.get(theirs.removesuffix("_id")) or "")
-            for theirs, ours in MODEL_IDS.items()
-        }
-        self._choose_ids(configured | ids, where)
+        self._choose_ids(ids, where)
         # whether transformers would begin a text with BOS when encoding it
         self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos_id]
         self.sha256 = self._hash(content)  # of everything that decides which ids a text becomes
@@ -216,13 +211,16 @@ class Tokenizer:
         ids = f"{self.kind} {self.bos_id} {self.eos_id} {self.pad_id}\n".encode()
         return hashlib.sha256(ids + content).hexdigest()
 
-    def _choose_ids(self, configured: Mapping[str, int | None], where: str) -> None:
+    def _choose_ids(self, ids_beside: Mapping[str, int], where: str) -> None:
         """Sets the ids of begin, end and padding: those that files beside the tokenizer give, or
-        else those of a known name; UserError where there are none."""
-        ids = {}
-        for key, names in ID_NAMES.items():
-            candidates = [configured.get(key), *map(self.special_id, names)]
-            ids[key] = next((id_ for id_ in candidates if id_ is not None), None)
+        else those of the names that its config gives, or of a known name; UserError where there are
+        none."""
+        configured = special_names(self.extra_files)
+        ids: dict[str, int | None] = {}
+        for theirs, ours in MODEL_IDS.items():
+            names = [configured.get(theirs.removesuffix("_id")) or "", *ID_NAMES[ours]]
+            candidates = [ids_beside.get(ours), *map(self.special_id, names)]
+            ids[ours] = next((id_ for id_ in candidates if id_ is not None), None)
         end = ids["bos_id"] if ids["eos_id"] is None else ids["eos_id"]
         if end is None:
             raise UserError(
