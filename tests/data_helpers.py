@@ -138,9 +138,7 @@ def texts_of(directory):
         store = PreparedStore(str(directory), split)
         for first, lengths in zip(store.first_token, lengths_of_all(store), strict=False):
             edges = itertools.pairwise(first + np.append(0, np.cumsum(lengths)))
-            for parts in store.read_spans(list(edges)):
-                tokens = np.concatenate([block.tokens[a:z] for block, a, z in parts])
-                out.append(tokenizer.decode(tokens))
+            out += [tokenizer.decode(block.tokens) for block in store.read_spans(list(edges))]
     return sorted(out)
 
 

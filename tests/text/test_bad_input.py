@@ -341,7 +341,7 @@ def test_chats_are_trimmed_and_counted(tmp_path, capsys):
     fitted = {"kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
     assert manifest["counts"] == fitted | {"answers learnt": 5, "answers rewritten": 0}
     store = PreparedStore(str(tmp_path / "out"))
-    (((bundle, _, _),),) = store.read_spans([(0, store.num_tokens)])
+    (bundle,) = store.read_spans([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4
     assert (np.diff(np.append(np.flatnonzero(bundle.starts), len(bundle))) <= 200).all()
 

@@ -50,7 +50,7 @@ def test_loss_figures_and_gradients_are_trls(golden_dir):
             predicted = np.arange(len(prompt) + len(answer)) >= len(prompt)
             documents.append(Document(np.concatenate([prompt, answer]), predicted))
         block = concatenate(documents, tokenizer)
-        batch.append_span(row, [(block, 0, len(block))])
+        batch.append_span(row, block)
     settings = config.Config(
         model=model.config.model,
         precision=model.config.precision,

@@ -15,7 +15,6 @@ from zaya_jax.text.token_block import TokenBlock
 IGNORED = np.int32(-100)  # the target of tokens without one, for loops that do not use `loss_mask`
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
-Piece = tuple[TokenBlock, int, int]  # start, stop within a block of tokens: a piece of a span
 
 
 def pack_documents(lengths: np.ndarray, seq_len: int) -> list[list[Span]]:
@@ -54,27 +53,18 @@ class BatchBuilder:
         self._tokens = np.full((num_rows, seq_len), pad_id, np.int32)
         self._targets = np.full((num_rows, seq_len), IGNORED, np.int32)
         self._starts = np.zeros((num_rows, seq_len), bool)
-        self._filled = np.zeros(num_rows, np.int64)
-        # (row, start, stop) of tokens that could not be read
-        self._holes: list[tuple[int, int, int]] = []
+        self._real = np.zeros((num_rows, seq_len), bool)  # a token was read
+        self._pad_id = pad_id
+        self._filled = [0] * num_rows
 
-    def append_span(self, row: int, pieces: list[Piece]) -> None:
-        """Add the pieces of one span to a row; a segment begins there, and after unreadable
-        tokens."""
-        begins = True
-        for block, start, stop in pieces:
-            column = int(self._filled[row])
-            end = column + stop - start
-            if block.real:
-                self._tokens[row, column:end] = block.tokens[start:stop]
-                learn, targets = block.learn[start:stop], block.targets[start:stop]
-                self._targets[row, column:end] = np.where(learn, targets, IGNORED)
-                self._starts[row, column:end] = block.starts[start:stop]
-                self._starts[row, column] |= begins
-            else:
-                self._holes.append((row, column, end))
-            begins = not block.real
-            self._filled[row] = end
+    def append_span(self, row: int, block: TokenBlock) -> None:
+        """Add one span to a row; a segment begins there, and after unreadable tokens."""
+        begin = self._filled[row]
+        end = self._filled[row] = begin + len(block)
+        self._tokens[row, begin:end] = np.where(block.real, block.tokens, self._pad_id)
+        self._targets[row, begin:end] = np.where(block.learn, block.targets, IGNORED)
+        self._real[row, begin:end] = block.real
+        self._starts[row, begin:end] = block.starts | _run_begins(block.real)
 
     def build(self, cross_documents: bool = False) -> Batch:
         """The batch; with `cross_documents` a row is one segment, cut only by unreadable tokens.
@@ -84,24 +74,22 @@ class BatchBuilder:
         """
         columns = np.arange(self._seq_len, dtype=np.int32)
         if cross_documents:
-            segment_ids = np.ones(self._tokens.shape, np.int32)
-            for row, _, stop in self._holes:
-                segment_ids[row, stop:] += 1
-            positions = np.repeat(columns[None], len(self._tokens), axis=0)
+            starts = _run_begins(self._real)
+            positions = np.broadcast_to(columns, starts.shape)
         else:
-            segment_ids = np.cumsum(self._starts, axis=1, dtype=np.int32)
-            starts = np.maximum.accumulate(np.where(self._starts, columns, 0), axis=1)
-            positions = columns - starts
-        if self._holes or not (self._filled == self._seq_len).all():
-            real = columns < self._filled[:, None]
-            for row, start, stop in self._holes:
-                real[row, start:stop] = False
-            segment_ids *= real
-            positions *= real
+            starts = self._starts
+            positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
         return {
             "tokens": self._tokens,
             "targets": self._targets,
-            "segment_ids": segment_ids,
-            "positions": positions.astype(np.int32, copy=False),
+            "segment_ids": np.cumsum(starts, axis=1, dtype=np.int32) * self._real,
+            "positions": (positions * self._real).astype(np.int32, copy=False),
             "loss_mask": (self._targets != IGNORED).astype(np.float32),
         }
+
+
+def _run_begins(flags: np.ndarray) -> np.ndarray:
+    """Where a run of true flags begins, along the last axis."""
+    begins = flags.copy()
+    begins[..., 1:] &= ~flags[..., :-1]
+    return begins

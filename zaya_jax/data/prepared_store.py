@@ -24,8 +24,8 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError, first_line
-from zaya_jax.data.pack import Piece, Span
-from zaya_jax.text import chat_template, shard_format, tokenizers
+from zaya_jax.data.pack import Span
+from zaya_jax.text import chat_template, shard_format, token_block, tokenizers
 from zaya_jax.text.shard_format import CorruptRecord
 from zaya_jax.text.token_block import TokenBlock
 
@@ -111,7 +111,7 @@ class PreparedStore:
         # "chats" is None where there are none. No chat is longer than this context, unless it is 0.
         self.chat_context: int = (self.manifest["chats"] or {}).get("context", 0)
         self.retries = 0
-        self.corrupt = set[str]()  # pieces of data, each once
+        self.corrupt = set[str]()  # bundles, each once
         self.cache: Lru[tuple[int, int], TokenBlock] = Lru(cache_bytes)
         self.bundle_tables: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(CACHED_BUNDLE_TABLES)
         self._lengths: Lru[int, np.ndarray] = Lru(CACHED_LENGTHS)
@@ -169,11 +169,14 @@ class PreparedStore:
             self._lengths.put(shard, lengths, len(lengths))
         return lengths
 
-    def read_spans(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """For each (start, stop) of the tape: the pieces of bundles that make it up, in order."""
+    def read_spans(self, spans: Sequence[Span]) -> list[TokenBlock]:
+        """The tokens of each (start, stop) of the tape, out of the bundles that have them."""
         wanted = [list(self._bundles_of(*span)) for span in spans]
-        bundles = self._cached_bundles([key for pieces in wanted for key, _, _ in pieces])
-        return [[(bundles[key], start, stop) for key, start, stop in pieces] for pieces in wanted]
+        bundles = self._cached_bundles([key for parts in wanted for key, _, _ in parts])
+        return [
+            token_block.join([bundles[key].part(start, stop) for key, start, stop in parts])
+            for parts in wanted
+        ]
 
     def _bundles_of(self, start: int, stop: int) -> Iterator[tuple[tuple[int, int], int, int]]:
         """((shard, bundle), start, stop) of each bundle that a span of the tape touches."""
@@ -262,7 +265,7 @@ class PreparedStore:
         _log.warning("%s: %s; its %d tokens become padding", self.name, error, count)
         nothing = np.zeros(count, bool)
         zeros = np.zeros(count, np.uint16)
-        return TokenBlock(zeros, zeros, nothing, nothing, real=False)
+        return TokenBlock(zeros, zeros, nothing, nothing, nothing)
 
     def _read(self, shard: int, start: int, stop: int) -> bytes:
         """A range of bytes of a shard's file, fewer where it ends before, with retries."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.data import mix
-from zaya_jax.data.pack import BatchBuilder, Piece, Span
+from zaya_jax.data.pack import BatchBuilder, Span
 from zaya_jax.data.prepared_store import PreparedStore, is_prepared
 from zaya_jax.text import chat, chat_template, memory, text_files
 from zaya_jax.text.shard_format import SPLITS
@@ -56,9 +56,9 @@ class MemoryStore:
         """The tokens of each document, or of those that are together."""
         return self._lengths
 
-    def read_spans(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """Each span, as a piece of the one block."""
-        return [[(self.block, start, stop)] for start, stop in spans]
+    def read_spans(self, spans: Sequence[Span]) -> list[TokenBlock]:
+        """The tokens of each (start, stop) of the tape."""
+        return [self.block.part(*span) for span in spans]
 
 
 # Rows and batches use of both: name, fingerprint, files, num_tokens, bundle_tokens, num_shards,
@@ -172,10 +172,10 @@ def _both_sides(
 
 def fill(store: TokenStore, rows: BatchBuilder, row_ids, spans: list[list[Span]]) -> None:
     """Read these spans and put them into these rows."""
-    pieces = iter(store.read_spans([span for row in spans for span in row]))
-    for row, row_spans in zip(row_ids, spans, strict=True):
-        for _ in row_spans:
-            rows.append_span(row, next(pieces))
+    row_of_span = [row for row, of_row in zip(row_ids, spans, strict=True) for _ in of_row]
+    blocks = store.read_spans([span for of_row in spans for span in of_row])
+    for row, block in zip(row_of_span, blocks, strict=True):
+        rows.append_span(row, block)
 
 
 def refuse_doubles(used: Sequence[TokenStore]) -> None:

@@ -159,12 +159,10 @@ def _of_store(
     for shard in range(store.num_shards):
         begin = int(store.first_token[shard])
         for length in store.lengths(shard).tolist():
-            (pieces,) = store.read_spans([(begin, begin + length)])
-            tokens = np.concatenate([block.tokens[start:stop] for block, start, stop in pieces])
-            # of each token's target, which is the next token
-            learn = np.concatenate([block.learn[start:stop] for block, start, stop in pieces])
+            (block,) = store.read_spans([(begin, begin + length)])
             begin += length
-            yield _of_tokens(tokens, np.append(False, learn[:-1]), tokenizer)
+            # `learn` is of each token's target, which is the next token
+            yield _of_tokens(block.tokens, np.append(False, block.learn[:-1]), tokenizer)
 
 
 def _of_tokens(tokens: np.ndarray, predicted: np.ndarray, tokenizer: Tokenizer) -> ScoredDocument:

@@ -33,10 +33,22 @@ class TokenBlock:
     targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
     starts: np.ndarray  # bool: a document begins here
     learn: np.ndarray  # bool: the target is real and is to be learnt
-    real: bool = True  # False: the tokens could not be read, padding takes their place
+    real: np.ndarray  # bool: the token could be read; otherwise padding takes its place
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def part(self, start: int, stop: int) -> "TokenBlock":
+        """Some of its tokens."""
+        return TokenBlock(*(array[start:stop] for array in vars(self).values()))
+
+
+def join(parts: Sequence[TokenBlock]) -> TokenBlock:
+    """Several blocks as one."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays = zip(*(vars(part).values() for part in parts), strict=True)
+    return TokenBlock(*map(np.concatenate, arrays))
 
 
 def concatenate(documents: Sequence[Document], tokenizer: Tokenizer) -> TokenBlock:
@@ -76,4 +88,9 @@ def with_targets(
     learn[:-1] = ~starts[1:]
     if predicted is not None:
         learn[:-1] &= predicted[1:]
-    return TokenBlock(both[:-1], both[1:], starts, learn)
+    return TokenBlock(both[:-1], both[1:], starts, learn, all_of(learn))
+
+
+def all_of(flags: np.ndarray) -> np.ndarray:
+    """As many flags, all of them true, which take no memory."""
+    return np.broadcast_to(np.True_, flags.shape)
