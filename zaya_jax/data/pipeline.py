@@ -47,7 +47,7 @@ PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
 OVER_PROCESSES: dict[str, Callable] = {
     "data/wait_fraction": np.max,
     "data/retries": np.sum,
-    "data/corrupt": np.sum,  # each process counts a piece of data once
+    "data/corrupt": np.sum,  # each process counts a bundle once
 }
 # The fraction of the machine's memory for the open blocks of one source in one process; beyond it
 # some bundles are read more than once.
@@ -303,7 +303,7 @@ class Stream(Iterator[Any]):
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
-        self.damaged = set[str]()  # pieces of held-out data, which evaluation adds
+        self.damaged = set[str]()  # bundles of held-out data, which evaluation adds
         self._step = 0
         self._put: Callable[[Batch, int], Any] | None = None
         self._iterator: Any = None

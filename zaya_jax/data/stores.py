@@ -22,10 +22,7 @@ _tokenised: dict[tuple, tuple[tuple, object]] = {}
 
 
 class MemoryStore:
-    """A tape of tokens that is in memory, as one block.
-
-    `together` documents at a time share a row, as the two of a pair do.
-    """
+    """A tape of tokens that is in memory, as one block. The two documents of a pair share a row."""
 
     bundle_tokens, num_shards = 0, 1  # 0: not stored in bundles
 
@@ -36,9 +33,9 @@ class MemoryStore:
         fingerprint: str,
         note: str = "",
         files: Iterable[object] = (),
-        together: int = 1,
+        are_pairs: bool = False,
     ) -> None:
-        self.together = together
+        self._are_pairs = are_pairs
         self.name = name
         self.block = block
         self.fingerprint = fingerprint
@@ -49,11 +46,11 @@ class MemoryStore:
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
-        starts = np.flatnonzero(self.block.starts)[:: self.together]
+        starts = np.flatnonzero(self.block.starts)[:: 2 if self._are_pairs else 1]
         return np.diff(np.append(starts, len(self.block)))
 
     def lengths(self, shard: int) -> np.ndarray:
-        """The tokens of each document, or of those that are together."""
+        """The tokens of each document, or of both of a pair."""
         return self._lengths
 
     def read_spans(self, spans: Sequence[Span]) -> list[TokenBlock]:
@@ -143,17 +140,14 @@ def _open_chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory
     def make() -> dict[str, tuple[MemoryStore, MemoryStore]]:
         chats = {source: memory.read_chats(source, tokenizer, context, pairs) for source in paths}
         last = memory.last_held_out(list(chats.values()))
-        together = 2 if pairs else 1
-        return {
-            source: _both_sides(source, *chats[source].split(last), together) for source in paths
-        }
+        return {source: _both_sides(source, *chats[source].split(last), pairs) for source in paths}
 
     options = tokenizer.sha256, chat_template.fingerprint(tokenizer), context, pairs
     return made_once(paths, options, make)[path]
 
 
 def _both_sides(
-    path: str, train: TokenBlock, held_out: TokenBlock, note: str = "", together: int = 1
+    path: str, train: TokenBlock, held_out: TokenBlock, note: str = "", are_pairs: bool = False
 ) -> tuple[MemoryStore, MemoryStore]:
     """The stores of both sides, each with a fingerprint over both: a change of the held-out data
     also counts as a change of the run's data."""
@@ -165,8 +159,8 @@ def _both_sides(
     first, second = (f"{digest.hexdigest()}/{split}" for split in SPLITS)
     files = text_files.identities(path)
     return (
-        MemoryStore(path, train, first, note, files, together),
-        MemoryStore(path, held_out, second, note, files, together),
+        MemoryStore(path, train, first, note, files, are_pairs),
+        MemoryStore(path, held_out, second, note, files, are_pairs),
     )
 
 

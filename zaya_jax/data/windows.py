@@ -45,8 +45,8 @@ def eval_batches(
     evenly over its text.
 
     A batch has `batch_rows` rows over all processes (otherwise the global batch's). The last is
-    filled up with empty rows; without held-out text the list is empty. `damaged` gets the pieces of
-    data that could not be read.
+    filled up with empty rows; without held-out text the list is empty. `damaged` gets the bundles
+    that could not be read.
     """
     paths, _ = mix.plan_sources(config)
     stores = [open_store(config, path, tokenizer, "held_out") for path in paths]
@@ -182,8 +182,7 @@ def open_whole(config: Config, path: str, tokenizer: Tokenizer) -> MemoryStore:
             block = encode_texts(texts, tokenizer)
             note = ""
         fingerprint = hashlib.sha256(block.tokens).hexdigest()
-        together = 2 if pairs else 1
-        return MemoryStore(path, block, fingerprint, note, together=together)
+        return MemoryStore(path, block, fingerprint, note, are_pairs=pairs)
 
     template = chat_template.fingerprint(tokenizer) if context else ""
     return made_once([path], ("whole", tokenizer.sha256, template, context, pairs), make)

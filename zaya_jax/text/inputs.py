@@ -49,8 +49,8 @@ class BadInput(UserError):
 class NotText(BadInput):
     """A file that is not read as text, such as a picture or an archive: left out and counted."""
 
-    def __init__(self, piece: "InputRange", kind: str) -> None:
-        super().__init__(f"{piece} ({kind})")
+    def __init__(self, input_range: "InputRange", kind: str) -> None:
+        super().__init__(f"{input_range} ({kind})")
         self.kind = kind
 
 
@@ -188,7 +188,7 @@ class Task:
     @property
     def cost(self) -> int:
         """Bytes of input."""
-        return sum(piece.cost for piece in self.ranges)
+        return sum(input_range.cost for input_range in self.ranges)
 
 
 def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[Task]:
@@ -207,12 +207,12 @@ def make_tasks(files: Sequence[tuple[str, int, int]], task_bytes: int) -> list[T
     tasks: list[Task] = []
     size = 0  # of the last task
     for path, file_size, time_ns in files:
-        for piece in _ranges(path, (file_size, time_ns), root, task_bytes):
-            if not tasks or (size and size + piece.cost > task_bytes):
+        for input_range in _ranges(path, (file_size, time_ns), root, task_bytes):
+            if not tasks or (size and size + input_range.cost > task_bytes):
                 tasks.append(Task(len(tasks), []))
                 size = 0
-            tasks[-1].ranges.append(piece)
-            size += piece.cost
+            tasks[-1].ranges.append(input_range)
+            size += input_range.cost
     return tasks
 
 
@@ -222,27 +222,27 @@ def whole_file(path: str, name: str) -> InputRange:
     return InputRange(path, name, text_files.file_kind(path), stamp, 0, stamp[0], stamp[0])
 
 
-def samples(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
+def samples(input_range: InputRange, form: Form) -> Iterator[Sample | BadInput]:
     """The samples of a range of an input file, and what cannot be read of it as BadInput."""
     try:
-        match piece.kind:
+        match input_range.kind:
             case "text":
-                yield _text(piece)
+                yield _text(input_range)
             case "jsonl":
-                yield from _jsonl(piece, form)
+                yield from _jsonl(input_range, form)
             case "parquet":
-                yield from _parquet(piece, form)
+                yield from _parquet(input_range, form)
             case "hub":
-                yield from _samples_of_rows(piece, hub.rows(piece.path), 0, form)
+                yield from _samples_of_rows(input_range, hub.rows(input_range.path), 0, form)
             case "arrow":
-                yield from _samples_of_rows(piece, _arrow_rows(piece, form), 0, form)
+                yield from _samples_of_rows(input_range, _arrow_rows(input_range, form), 0, form)
             case kind:
-                raise NotText(piece, kind)
+                raise NotText(input_range, kind)
     except BadInput as error:  # of the whole file, of which its first range tells
-        if not piece.start:
+        if not input_range.start:
             yield error
     except DAMAGE as error:
-        yield BadInput(f"cannot read {piece}: {first_line(error)}")
+        yield BadInput(f"cannot read {input_range}: {first_line(error)}")
 
 
 def _ranges(path: str, stamp: Stamp, root: str, task_bytes: int) -> Iterator[InputRange]:
@@ -279,36 +279,40 @@ def _open(path: str) -> Iterator[io.BufferedIOBase]:
             yield file
 
 
-def _text(piece: InputRange) -> Sample:
-    with _open(piece.path) as file:
+def _text(input_range: InputRange) -> Sample:
+    with _open(input_range.path) as file:
         raw = file.read(text_files.LONGEST_TEXT + 1)
     if b"\0" in raw:
-        raise NotText(piece, "binary")
+        raise NotText(input_range, "binary")
     if len(raw) > text_files.LONGEST_TEXT:
-        raise BadInput(f"{piece} {text_files.TOO_LONG}")
+        raise BadInput(f"{input_range} {text_files.TOO_LONG}")
     try:
-        return Sample(piece.name, str(piece), raw.decode("utf-8-sig"))
+        return Sample(input_range.name, str(input_range), raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # Python's tests have other encodings
-        if pathlib.Path(piece.path).is_relative_to(text_files.stdlib()):
-            raise NotText(piece, "not UTF-8") from None
+        if pathlib.Path(input_range.path).is_relative_to(text_files.stdlib()):
+            raise NotText(input_range, "not UTF-8") from None
         line = 1 + raw[: error.start].count(b"\n")
         raise BadInput(
-            f"{piece}, line {line}: not UTF-8; convert the file, or leave it out"
+            f"{input_range}, line {line}: not UTF-8; convert the file, or leave it out"
         ) from None
 
 
-def _jsonl(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
-    with _open(piece.path) as file:
-        offset = piece.start
+def _jsonl(input_range: InputRange, form: Form) -> Iterator[Sample | BadInput]:
+    with _open(input_range.path) as file:
+        offset = input_range.start
         if offset:  # the line that begins before this range belongs to the one before
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
         number = 0
-        while offset < piece.stop or _is_compressed(piece.path):
+        while offset < input_range.stop or _is_compressed(input_range.path):
             number += 1
             # Nobody has counted the lines before a later range of a file.
-            where = f"{piece}, byte {offset}" if piece.start else f"{piece}, line {number:,}"
+            where = (
+                f"{input_range}, byte {offset}"
+                if input_range.start
+                else f"{input_range}, line {number:,}"
+            )
             try:
                 line = file.readline()
             except DAMAGE as error:
@@ -317,7 +321,7 @@ def _jsonl(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
             if not line:
                 return
             if line.strip():
-                yield _json_sample(line, f"{piece.name}:{offset}", where, form)
+                yield _json_sample(line, f"{input_range.name}:{offset}", where, form)
             offset += len(line)
 
 
@@ -353,20 +357,21 @@ def _open_parquet(path: str) -> Any:
         ) from None
 
 
-def _parquet(piece: InputRange, form: Form) -> Iterator[Sample | BadInput]:
-    with _open_parquet(piece.path) as file:
+def _parquet(input_range: InputRange, form: Form) -> Iterator[Sample | BadInput]:
+    with _open_parquet(input_range.path) as file:
         names = file.schema_arrow.names
-        columns = _columns(piece, names, form)
+        columns = _columns(input_range, names, form)
         groups = range(file.num_row_groups)
         rows = [file.metadata.row_group(number).num_rows for number in groups]
         total = file.metadata.num_rows
         if sum(rows) != total or min(rows, default=0) < 0:
-            raise BadInput(f"{piece} is damaged: its footer has two numbers of rows")
+            raise BadInput(f"{input_range} is damaged: its footer has two numbers of rows")
         # Where a group begins is not asked for: in a damaged footer that ends the process.
         for number, before in zip(groups, itertools.accumulate(rows, initial=0), strict=False):
-            if piece.start <= piece.stamp[0] * before // max(total, 1) < piece.stop:
+            place = input_range.stamp[0] * before // max(total, 1)
+            if input_range.start <= place < input_range.stop:
                 records = _rows_of_group(file, number, columns)
-                yield from _samples_of_rows(piece, records, number, form)
+                yield from _samples_of_rows(input_range, records, number, form)
 
 
 def _rows_of_group(file: Any, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -381,23 +386,23 @@ def _rows_of_group(file: Any, group: int, columns: list[str]) -> Iterator[dict[s
         raise ValueError(f"{missing:,} rows are missing")
 
 
-def _columns(piece: InputRange, names: list[str], form: Form) -> list[str]:
+def _columns(input_range: InputRange, names: list[str], form: Form) -> list[str]:
     """The columns to read of a file that has these; BadInput where they are not what is needed."""
     if not form.fits(names):
         few = ascii(", ".join(names[:8]))[1:-1][:200]
-        raise BadInput(f"{piece} has columns {few}, but {form.wanted}")
+        raise BadInput(f"{input_range} has columns {few}, but {form.wanted}")
     columns = [name for name in names if name in form.columns]
     if len(set(columns)) < len(columns):
-        raise BadInput(f"{piece} has two columns of one name among {', '.join(columns)}")
+        raise BadInput(f"{input_range} has two columns of one name among {', '.join(columns)}")
     return columns
 
 
-def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
+def _arrow_rows(input_range: InputRange, form: Form) -> Iterator[dict[str, Any]]:
     """The rows of an Arrow file: a stream of record batches, as `datasets.save_to_disk` writes it,
     or Feather's form, which begins with a mark."""
     import pyarrow
 
-    with pyarrow.memory_map(piece.path) as file:
+    with pyarrow.memory_map(input_range.path) as file:
         mark = file.read(len(FEATHER))
         file.seek(0)
         if mark == FEATHER:
@@ -405,7 +410,7 @@ def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             reader = batches = pyarrow.ipc.open_stream(file)
-        columns = _columns(piece, reader.schema.names, form)
+        columns = _columns(input_range, reader.schema.names, form)
         for batch in batches:
             batch = batch.select(columns)
             batch.validate(full=True)  # a damaged place in it would end the process
@@ -413,19 +418,19 @@ def _arrow_rows(piece: InputRange, form: Form) -> Iterator[dict[str, Any]]:
 
 
 def _samples_of_rows(
-    piece: InputRange, records: Iterable[dict[str, Any]], group: int, form: Form
+    input_range: InputRange, records: Iterable[dict[str, Any]], group: int, form: Form
 ) -> Iterator[Sample | BadInput]:
     import pyarrow
 
     try:
         for row, record in enumerate(records):
-            where = f"{piece}, row {row + 1:,} of row group {group}"
-            yield _sample(_without_nulls(record), f"{piece.name}:{group}:{row}", where, form)
+            where = f"{input_range}, row {row + 1:,} of row group {group}"
+            yield _sample(_without_nulls(record), f"{input_range.name}:{group}:{row}", where, form)
     except UserError:  # a stream of the hub that broke
         raise
     except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         # also a value that Python cannot hold, such as a time out of range
-        yield BadInput(f"{piece}, row group {group} is damaged: {first_line(error)}")
+        yield BadInput(f"{input_range}, row group {group} is damaged: {first_line(error)}")
 
 
 def _without_nulls(value: Any) -> Any:

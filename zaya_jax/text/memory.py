@@ -25,7 +25,7 @@ from zaya_jax.text.tokenizers import Tokenizer
 LIMIT = 2 << 30  # bytes of files; above it a corpus belongs in prepared shards
 EXAMPLES = 3  # of what is left out; the rest is counted
 HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
-UNITS = {1: "chats", 2: "pairs"}
+UNITS = {False: "chats", True: "pairs"}
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ class Chats:
     """
 
     path: str
-    together: int  # 2 of pairs, which are two documents
+    are_pairs: bool
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
     counts: collections.Counter[str]
@@ -92,7 +92,7 @@ class Chats:
 
     def number(self, documents: list[Document]) -> str:
         """How many chats or pairs these documents are."""
-        return f"{len(documents) // self.together:,}"
+        return f"{len(documents) // (2 if self.are_pairs else 1):,}"
 
     def split(self, last_held_out: bytes) -> tuple[TokenBlock, TokenBlock, str]:
         """(those to learn, those held out, whose hashes are `last_held_out` and below, a note on
@@ -103,7 +103,7 @@ class Chats:
             (held_out if key <= last_held_out else train).extend(documents)
         blocks = [token_block.concatenate(side, self.tokenizer) for side in (train, held_out)]
         note = (
-            f"{self.path}: {self.number(train)} {UNITS[self.together]} to learn and"
+            f"{self.path}: {self.number(train)} {UNITS[self.are_pairs]} to learn and"
             f" {self.number(held_out)} held out, {sum(map(len, blocks)):,} tokens"
             f" ({chat.in_words(self.counts)})"
         )
@@ -152,17 +152,15 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int, pairs: bool = Fals
             counts.update(document.counts)
         if encoded:
             documents.setdefault(key, []).extend(encoded)
-    together = 2 if pairs else 1
-    unit = UNITS[together]
     if not hashes:
-        raise UserError(f"{path!r} has no {unit}; {form.wanted}")
+        raise UserError(f"{path!r} has no {UNITS[pairs]}; {form.wanted}")
     if not documents:
         raise UserError(
-            f"{path!r}: its {unit} are all longer than the context of {context}"
+            f"{path!r}: its {UNITS[pairs]} are all longer than the context of {context}"
             f" tokens or left out ({chat.in_words(counts)}); prompts and answers are never"
             " cut: give a longer context, or for those left out another chat template"
         )
-    return Chats(path, together, documents, frozenset(hashes), counts, tokenizer)
+    return Chats(path, pairs, documents, frozenset(hashes), counts, tokenizer)
 
 
 def _encode_pair(
@@ -196,7 +194,7 @@ def read_whole(
     chats = read_chats(path, tokenizer, context, pairs)
     documents = list(itertools.chain.from_iterable(chats.documents.values()))
     note = (
-        f"{path}: {chats.number(documents)} {UNITS[chats.together]} to evaluate on"
+        f"{path}: {chats.number(documents)} {UNITS[pairs]} to evaluate on"
         f" ({chat.in_words(chats.counts)})"
     )
     return token_block.concatenate(documents, tokenizer), note
@@ -220,11 +218,11 @@ def _samples(path: str, form: inputs.Form) -> Iterator[Sample | BadInput]:
     every start."""
     total = 0
     for name, file in text_files.list_files(path):
-        piece = inputs.whole_file(str(file), name)
-        total += piece.cost
+        whole = inputs.whole_file(str(file), name)
+        total += whole.cost
         if total > LIMIT:
             raise UserError(
                 f"{path!r} is above {LIMIT >> 30} GiB, too much to tokenise at every start;"
                 " prepare it once with python -m experiments.prepare_data and give that directory"
             )
-        yield from inputs.samples(piece, form)
+        yield from inputs.samples(whole, form)

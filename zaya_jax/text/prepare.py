@@ -32,7 +32,7 @@ from zaya_jax.text.prepare_task import WORK, Job, Options, Plan, Tally
 from zaya_jax.text.tokenizers import Tokenizer
 
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
-BPE_PIECE = 4 << 20  # characters of a long text that are taken or left together
+BPE_STRETCH = 4 << 20  # characters of a long text that are taken or left together
 PLAN = "plan.json"
 RESUME_HINT = "; finished parts stay, and the same command continues from there"
 
@@ -186,17 +186,17 @@ def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[inputs.Tas
 
 
 def _bpe_texts(options: Options, tasks: list[inputs.Task]) -> Iterator[str]:
-    """A share of the input, chosen by names; of a long text, piece by piece."""
+    """A share of the input, chosen by names; of a long text, stretch by stretch."""
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
-    for piece in (piece for task in tasks for piece in task.ranges):
-        for sample in inputs.samples(piece, inputs.TextOrChat(options.text_field)):
+    for input_range in (input_range for task in tasks for input_range in task.ranges):
+        for sample in inputs.samples(input_range, inputs.TextOrChat(options.text_field)):
             if isinstance(sample, inputs.BadInput):
                 if not options.skip_bad and not isinstance(sample, inputs.NotText):
                     raise sample
                 continue
             content = sample.content
             if isinstance(content, str):
-                texts = [content[i : i + BPE_PIECE] for i in range(0, len(content), BPE_PIECE)]
+                texts = [content[i : i + BPE_STRETCH] for i in range(0, len(content), BPE_STRETCH)]
             else:
                 texts = list(map(str, content))
             for i, text in enumerate(texts):

@@ -95,13 +95,13 @@ def run_task(task: Task, job: Job) -> int:
     """Tokenise one task's input into its shards and record it; returns its number of tokens."""
     tokenizer = tokenizers.load(job.directory / shard_format.TOKENIZER)
     with contextlib.closing(_TaskWriter(task, job, tokenizer)) as writer:
-        for piece in task.ranges:
-            writer.add(piece)
+        for input_range in task.ranges:
+            writer.add(input_range)
         # After reading, so that a change in the meantime is noticed, too.
-        for piece in task.ranges:
-            if inputs.file_stamp(piece.path) != piece.stamp:
+        for input_range in task.ranges:
+            if inputs.file_stamp(input_range.path) != input_range.stamp:
                 raise UserError(
-                    f"{piece} has changed since the preparation began;"
+                    f"{input_range} has changed since the preparation began;"
                     " restore it, or begin anew in another directory"
                 )
         return writer.commit()
@@ -158,9 +158,9 @@ class _TaskWriter:
         self._writers: dict[int, ShardWriter] = {}  # by the index of the split
         self._tally = Tally()
 
-    def add(self, piece: InputRange) -> None:
+    def add(self, input_range: InputRange) -> None:
         """Write a range's samples."""
-        for sample in inputs.samples(piece, inputs.TextOrChat(self._job.options.text_field)):
+        for sample in inputs.samples(input_range, inputs.TextOrChat(self._job.options.text_field)):
             if isinstance(sample, inputs.BadInput):
                 self._count_bad_or_raise(sample)
             elif isinstance(sample.content, str):
