@@ -33,39 +33,32 @@ def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
     return root
 
 
-@pytest.fixture
-def make_config() -> Callable[..., config_lib.Config]:
-    """A checked config with the given data keys; the named ones go to their own groups."""
-
-    def make(
-        run_seed: int = 0,
-        windows: int = 8,
-        vocab_size: int = 264,
-        eval_named: tuple[str, ...] = (),
-        phases: tuple[config_lib.Phase, ...] = (),
-        **data,
-    ) -> config_lib.Config:
-        raw = config_lib.default()
-        raw.model.vocab_size = vocab_size
-        raw.run.seed, raw.eval.windows, raw.eval.named = run_seed, windows, eval_named
-        raw.schedule.phases = phases
-        for name, value in {"seq_len": 64, "global_batch": 8, **data}.items():
-            raw.data[name] = value
-        return config_lib.check(raw)
-
-    return make
+def make_config(
+    run_seed: int = 0,
+    windows: int = 8,
+    vocab_size: int = 264,
+    eval_named: tuple[str, ...] = (),
+    phases: tuple[config_lib.Phase, ...] = (),
+    **data,
+) -> config_lib.Config:
+    """A checked config of 40 steps with these data keys; the named ones go to their own groups."""
+    raw = config_lib.default()
+    raw.model.vocab_size, raw.schedule.phases = vocab_size, phases
+    raw.run.seed, raw.run.num_steps = run_seed, 40
+    raw.eval.windows, raw.eval.named = windows, eval_named
+    raw.data.update({"seq_len": 64, "global_batch": 8} | data)
+    return config_lib.check(raw)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing runs here, without worker processes, which take a second to start."""
-
     monkeypatch.setattr(prepare_task, "run_processes", run_here)
 
 
 @pytest.fixture
 def prepare_text(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., pathlib.Path]:
     """Writes documents as a prepared directory of many small shards and bundles, in this
     process."""

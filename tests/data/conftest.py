@@ -1,3 +1,3 @@
 """Small corpora and configs for the tests of data."""
 
-from data_helpers import corpus, in_process, make_config, prepare_text  # noqa: F401, fixtures
+from data_helpers import corpus, in_process, prepare_text  # noqa: F401, fixtures

@@ -5,7 +5,7 @@ import grain
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
-from data_helpers import side_by_side
+from data_helpers import make_config, side_by_side
 from refusals import check_error
 
 import zaya_jax as zj
@@ -14,7 +14,7 @@ from zaya_jax.text import tokenizers
 
 
 @pytest.fixture
-def config(make_config, prepare_text):
+def config(prepare_text):
     web, code = prepare_text("web", 300), prepare_text("code", 100, seed=1)
     return make_config(mixture=(f"{web}=0.7", f"{code}=0.3"), packing="best_fit", seq_len=128)
 

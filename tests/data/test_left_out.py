@@ -5,10 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from data_helpers import in_memory
+from data_helpers import in_memory, make_config
 from refusals import check_refused
 
-from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Phase
 from zaya_jax.data import pipeline
@@ -29,15 +28,8 @@ def stores(monkeypatch):
     monkeypatch.setattr(pipeline, "open_store", lambda _, path, __: made[path])
 
 
-def config(*phases, seed=0, **data):
-    raw = config_lib.default()
-    raw.run.seed, raw.model.vocab_size, raw.run.num_steps = seed, 1 << 20, 40
-    for name, value in (
-        {"seq_len": 10, "global_batch": 8, "mixture": ("a=0.6", "b=0.4")} | data
-    ).items():
-        raw.data[name] = value
-    raw.schedule.phases = phases
-    return config_lib.check(raw)
+def config(*phases, mixture=("a=0.6", "b=0.4")):
+    return make_config(vocab_size=1 << 20, phases=phases, seq_len=10, mixture=mixture)
 
 
 def stream(settings):
@@ -45,19 +37,17 @@ def stream(settings):
     return pipeline.Stream(pipeline.Batches(settings, TOK, rounds=1))
 
 
-def stopped(settings, steps):
-    """A run's batches, and what its checkpoint has of the data."""
-    one = stream(settings)
-    batches = [next(one) for _ in range(steps)]
-    state = json.loads(json.dumps(one.get_state()))
-    one.close()
-    return batches, state
-
-
 def take(one, count):
     batches = [next(one) for _ in range(count)]
     one.close()
     return batches
+
+
+def state_after(settings, steps):
+    """What a run's checkpoint has of the data."""
+    one = stream(settings)
+    take(one, steps)
+    return json.loads(json.dumps(one.get_state()))
 
 
 PHASES = (
@@ -76,26 +66,26 @@ RAMPS = (  # one era: a ramp, then another mixture
 def after(settings, ranges, begin, count):
     """Some batches of a run that left these out."""
     one = stream(settings)
-    one.set_state(one.get_state() | {"step": begin} if begin == 0 else stopped(settings, begin)[1])
+    one.set_state(state_after(settings, begin))
     one.skip_batches(ranges)
     return take(one, count)
 
 
 def test_what_would_have_come_later_comes_now():
-    alone = {"mixture": ("c=1",)}
-    whole = take(stream(config(**alone)), 30)
-    np.testing.assert_equal(after(config(**alone), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
+    alone = config(mixture=("c=1",))
+    whole = take(stream(alone), 30)
+    np.testing.assert_equal(after(alone, [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
     np.testing.assert_equal(
-        after(config(**alone), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]]
+        after(alone, [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]]
     )
     # at step 12 it had come to the 17th
-    np.testing.assert_equal(after(config(**alone), [[7, 5], [6, 6]], 6, 10), whole[17:27])
+    np.testing.assert_equal(after(alone, [[7, 5], [6, 6]], 6, 10), whole[17:27])
 
 
 @pytest.mark.parametrize("another", [{"left_out": [[3, 2]]}, {"order": 0}])
 def test_a_state_of_another_order_is_refused(another):
-    _, state = stopped(config(), 6)
-    check_refused("a different data order", lambda: stream(config()).set_state(state | another))
+    state = state_after(config(), 6) | another
+    check_refused("a different data order", stream(config()).set_state, state)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -141,7 +131,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
         state = json.loads(json.dumps(once.get_state()))
         assert state.get("passed_over", []) == (ranges if step > 3 else [])
         if step <= 3:  # before it went back, checkpoints are unchanged
-            assert state == stopped(settings, step)[1]
+            assert state == state_after(settings, step)
         again = stream(settings)
         assert again.set_state(state) == ""
         assert again.get_state() == once.get_state()

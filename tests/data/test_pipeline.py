@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from data_helpers import side_by_side
+from data_helpers import make_config, side_by_side
 from refusals import check_refused
 
 from zaya_jax import functions
@@ -44,19 +44,19 @@ def check_batch(batch):
     assert not (batch["targets"][batch["loss_mask"] > 0] == TOK.bos_id).any()
 
 
-def test_batches_hold_their_promises(make_config, corpus):
+def test_batches_hold_their_promises(corpus):
     for batch in take(pipeline.train_stream(make_config(path=str(corpus)), TOK), 20):
         check_batch(batch)
 
 
-def test_seed_decides_the_order(make_config, corpus):
+def test_seed_decides_the_order(corpus):
     a, b = (
         next(pipeline.train_stream(make_config(path=str(corpus), run_seed=s), TOK)) for s in (0, 1)
     )
     assert (a["tokens"] != b["tokens"]).any()
 
 
-def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus):
+def test_evaluation_is_fixed_and_split_by_rows(corpus):
     config = make_config(path=str(corpus), windows=5, global_batch=4, seq_len=32)
     whole = windows.eval_batches(config, TOK, damaged=set())
     np.testing.assert_equal(windows.eval_batches(config, TOK, damaged=set()), whole)
@@ -68,12 +68,12 @@ def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus):
         check_batch(batch)
 
 
-def test_held_out_text_is_never_trained_on(make_config, corpus):
+def test_held_out_text_is_never_trained_on(corpus):
     train, held_out = (stores.open_store(make_config(), str(corpus), TOK, s) for s in SPLITS)
     assert TOK.decode(held_out.block.tokens)[:12] not in TOK.decode(train.block.tokens)
 
 
-def test_bad_configs_are_refused(make_config, corpus):
+def test_bad_configs_are_refused(corpus):
     check_refused(
         "264 ids", lambda: pipeline.train_stream(make_config(path=str(corpus), vocab_size=256), TOK)
     )
@@ -113,7 +113,7 @@ def sent(config, put=lambda batch, _: batch):
     return stream
 
 
-def test_waiting_is_measured(make_config, corpus):
+def test_waiting_is_measured(corpus):
     def slow(batch, _):
         time.sleep(0.02)
         return batch
@@ -129,7 +129,7 @@ def test_waiting_is_measured(make_config, corpus):
     ahead.close()
 
 
-def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch):
+def test_efficiency_is_of_the_batches_given_out(corpus, monkeypatch):
     """Not of those fetched ahead."""
     monkeypatch.setattr(
         pipeline.Batches, "__getitem__", lambda _, step: {"segment_ids": np.arange(8) < 8 - step}
@@ -142,7 +142,7 @@ def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch
     ahead.close()
 
 
-def test_the_state_is_that_of_the_last_batch_given_out_also_after_an_error(make_config, corpus):
+def test_the_state_is_that_of_the_last_batch_given_out_also_after_an_error(corpus):
     config, failing = make_config(path=str(corpus)), [4, 4]
 
     def put(batch, number):

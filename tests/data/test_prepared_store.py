@@ -10,7 +10,7 @@ import sys
 import fsspec
 import numpy as np
 import pytest
-from data_helpers import damage
+from data_helpers import damage, make_config
 from refusals import check_refused, check_storage_error
 
 from zaya_jax.data import pipeline, prepared_store, windows
@@ -88,7 +88,7 @@ def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     assert store.retries > 3
 
 
-def test_a_corrupt_record_stops_the_run_or_is_skipped_and_counted(directory, make_config, caplog):
+def test_a_corrupt_record_stops_the_run_or_is_skipped_and_counted(directory, caplog):
     stops, skips = (
         make_config(path=str(directory), on_corrupt=how, seq_len=512) for how in ("stop", "skip")
     )
@@ -117,7 +117,7 @@ def test_a_corrupt_record_stops_the_run_or_is_skipped_and_counted(directory, mak
     )
 
 
-def test_damage_in_held_out_data_is_counted_too(directory, make_config):
+def test_damage_in_held_out_data_is_counted_too(directory):
     config = make_config(path=str(directory), on_corrupt="skip", windows=64)
     stream = pipeline.train_stream(config, TOK)
 

@@ -11,7 +11,7 @@ import tracemalloc
 import google_crc32c
 import numpy as np
 import pytest
-from data_helpers import calls_of, here, in_memory, jsonl, side_by_side, write
+from data_helpers import calls_of, here, in_memory, jsonl, make_config, side_by_side, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import check_refused
@@ -52,9 +52,7 @@ def joined(config, count, steps, state=None, rounds=order.MIN_ROUNDS):
         *(pytest.param(*case, marks=SLOW) for case in ((1000, "concat"), (1, "best_fit"))),
     ],
 )
-def test_any_number_of_processes_gives_the_same_stream(
-    monkeypatch, make_config, directories, rounds, packing
-):
+def test_any_number_of_processes_gives_the_same_stream(monkeypatch, directories, rounds, packing):
     monkeypatch.setattr(layout, "UNIT_ROWS", 8)
     mixture = tuple(f"{d}={w}" for d, w in zip(directories, (0.7, 0.3), strict=True))
     config = make_config(mixture=mixture, packing=packing, seq_len=128)
@@ -72,7 +70,7 @@ def test_any_number_of_processes_gives_the_same_stream(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
+def test_every_document_comes_once_an_epoch_from_any_sources(data):
     """Sizes, batches, lengths, processes, packings and mixtures: documents are put together from
     batches, counted."""
     draw = data.draw
@@ -131,7 +129,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
                 assert len(set(document[segment - firsts[k]])) == 1
 
 
-def test_phases_change_context_batch_and_mixture(make_config, directories):
+def test_phases_change_context_batch_and_mixture(directories):
     web, code = directories
     phases = (
         Phase(tokens=64 * 8 * 10, mixture=(f"{web}=1",), ramp_from=2, ramp_tokens=64 * 8 * 4),
@@ -144,7 +142,7 @@ def test_phases_change_context_batch_and_mixture(make_config, directories):
     assert (names(whole[:first]), names(whole[first:])) == ({"web"}, {"web", "code"})
 
 
-def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, directories):
+def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(directories):
     """Its values come from outside the phases; another phase's in their place would make it one
     that cannot be."""
     other = {"global_batch": 12, "micro_batch": 12, "seq_len": 32}
@@ -162,7 +160,7 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
         assert names(batches) == {"web", "code"}
 
 
-def test_a_source_without_a_held_out_window_is_named(directories, make_config, caplog):
+def test_a_source_without_a_held_out_window_is_named(directories, caplog):
     sources = tuple(f"{directory}=1" for directory in directories)
     assert windows.eval_batches(make_config(mixture=sources, windows=2), TOK, damaged=set())
     assert not caplog.messages
@@ -172,9 +170,7 @@ def test_a_source_without_a_held_out_window_is_named(directories, make_config, c
     ]
 
 
-def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
-    directories, make_config, tmp_path
-):
+def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(directories, tmp_path):
     web, code = directories
 
     def config(first, second):
@@ -194,13 +190,13 @@ def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(
     assert "phases that have not begun" in other.set_state(state)
 
 
-def test_the_same_data_twice_is_refused(make_config, directories):
+def test_the_same_data_twice_is_refused(directories):
     config = make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1"))
     check_refused("the same data twice", pipeline.Batches, config, TOK)
 
 
 @pytest.mark.parametrize("other", ["{}/sub", "{}/sub/*", "{}/link", "{}/sub/0.txt"])
-def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
+def test_a_file_of_two_sources_is_refused(tmp_path, other):
     texts = {f"{folder}{i}.txt": f"{folder}{i}" for folder in ("", "sub/") for i in range(4)}
     root = write(tmp_path / "corpus", texts)
     (root / "link").mkdir()
@@ -213,8 +209,7 @@ def test_a_file_of_two_sources_is_refused(tmp_path, make_config, other):
 
 
 @pytest.mark.parametrize("contexts", [(256, 128), (128, 256), (256, 256), (0, 256)])
-@pytest.mark.usefixtures("in_process")
-def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_config, contexts):
+def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, contexts):
     answer = {"role": "assistant", "content": "<think>" + "word " * 60 + "</think>yes"}
     records = [{"messages": [{"role": "user", "content": f"{i}?"}, answer]} for i in range(40)]
     write(tmp_path, {"c.jsonl": jsonl(records)})
@@ -236,8 +231,7 @@ def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, make_
         assert note.startswith(f"{directories[1]}: packing=concat cuts chats at the ends of rows")
 
 
-@pytest.mark.usefixtures("in_process")
-def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
+def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path):
     chat = {"prompt": "?", "completion": "!"}
     write(tmp_path, {"c.jsonl": jsonl([chat] * 30 + [{"text": "a text"}] * 7)})
     here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
@@ -246,9 +240,7 @@ def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path, make_config):
     check_refused(said, pipeline.Batches, config, TOK)
 
 
-def test_a_shard_s_table_is_read_once_while_its_block_is_open(
-    make_config, prepare_text, monkeypatch
-):
+def test_a_shard_s_table_is_read_once_while_its_block_is_open(prepare_text, monkeypatch):
     monkeypatch.setattr(prepared_store, "CACHED_BUNDLE_TABLES", 2)
     monkeypatch.setattr(order, "BLOCK_BUNDLES", 2)
     config = make_config(path=str(prepare_text("web", 900, shards=12)), global_batch=16)
@@ -261,9 +253,7 @@ def test_a_shard_s_table_is_read_once_while_its_block_is_open(
     assert sorted(shard for _, shard, *_ in tables) == list(range(store.num_shards))
 
 
-def test_readers_that_cross_an_era_s_border_plan_each_source_once(
-    make_config, directories, monkeypatch
-):
+def test_readers_that_cross_an_era_s_border_plan_each_source_once(directories, monkeypatch):
     phases = tuple(Phase(tokens=2048, seq_len=size) for size in (64, 128))
     batches = pipeline.Batches(make_config(path=directories[0], phases=phases), TOK)
     made = calls_of(monkeypatch, pipeline.SourceRows, "__init__")
@@ -283,7 +273,7 @@ def names(batches):
     [(1, "concat"), (2, "best_fit"), pytest.param(2, "concat", marks=SLOW)],
 )
 def test_bundles_are_read_about_once_whatever_the_processes(
-    make_config, prepare_text, monkeypatch, num_sources, packing
+    prepare_text, monkeypatch, num_sources, packing
 ):
     """Also of shares that are no whole number of rows: over processes each block stays in few
     hands."""
@@ -311,7 +301,7 @@ def test_bundles_are_read_about_once_whatever_the_processes(
     assert counts[1] < 1.6 * counts[0]
 
 
-def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
+def test_a_start_on_a_huge_index_is_quick_and_small(tmp_path):
     """12T tokens in 120,000 shards; a start opens no shard, and reads their table."""
     table = np.zeros(120_000, shard_format.SHARD_TYPE)
     table["task"], table["tokens"] = np.arange(len(table)), 100_000_007
@@ -342,6 +332,6 @@ def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
     assert peak < 60 << 20
 
 
-def test_named_evaluations_without_windows_are_refused(make_config):
+def test_named_evaluations_without_windows_are_refused():
     config = make_config(eval_named=("code=x.txt",), windows=0)
     check_refused("windows=0 turns evaluation off, but eval.named", windows.named_paths, config)

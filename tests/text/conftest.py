@@ -1,3 +1,3 @@
 """Small corpora and configs for the tests of text."""
 
-from data_helpers import corpus, in_process, make_config  # noqa: F401, fixtures
+from data_helpers import corpus, in_process  # noqa: F401, fixtures

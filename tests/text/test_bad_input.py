@@ -58,7 +58,6 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("part_bytes", [300, 1 << 20])
 def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_bytes, packed):
@@ -85,7 +84,6 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
     assert refusal(here, strict, tmp_path / "strict").startswith(examples[BAD][0])
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 def test_of_a_file_that_is_cut_off_all_lines_before_are_read(tmp_path, packed):
     raw = jsonl({"text": f"{i} {random.Random(i).random()}"} for i in range(20_000))
@@ -102,7 +100,6 @@ ONE_GROUP = parquet({"text": ROWS})
 LATIN = pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("content", "documents", "named"),
     [
@@ -170,7 +167,6 @@ def test_no_flipped_bit_ends_the_process(tmp_path, form):
     subprocess.run(command, check=True)
 
 
-@pytest.mark.usefixtures("in_process")
 def test_an_empty_file_is_counted_and_one_that_is_no_text_ends_the_preparation(tmp_path):
     root = tmp_path / "in"
     contents = {".git/hidden": b"\xff\xfe", "__init__.py": b"", "b.txt": "text"}
@@ -205,7 +201,6 @@ NOT_TEXT = {
 }
 
 
-@pytest.mark.usefixtures("in_process")
 def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, caplog):
     write(tmp_path, {name: raw for name, (raw, _) in NOT_TEXT.items()})
     kinds = collections.Counter(f"files that are no text ({kind})" for _, kind in NOT_TEXT.values())
@@ -228,7 +223,6 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
     assert "left out 10 files or records that are no text, such as " in caplog.text
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("name", "sound"), [("a.jsonl.gz", 101), ("a.txt.gz", 2)])
 @pytest.mark.parametrize(
     ("ending", "bad"), [(b"\0", 0), (bytes(10_240), 0), (bytes(9) + b"x", 1), (b"garbage", 1)]
@@ -242,7 +236,6 @@ def test_zeros_behind_compressed_data_are_its_padding_and_garbage_is_damage(
     assert found.get(BAD, 0) == bad and (bad or documents == sound)
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
 def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
@@ -252,7 +245,6 @@ def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
     )
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "LONGEST_TEXT", 1 << 20)
     sound = b"long" * (1 << 18)
@@ -264,7 +256,6 @@ def test_a_text_too_long_to_encode_is_a_bad_file(tmp_path, monkeypatch):
     check_refused("has more than 256 MiB", memory.named_texts, str(tmp_path / "*.gz"))
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_failure_says_how_to_go_on(tmp_path):
     good, bad = b'{"text": "sound"}\n' * 10, b"{\n"
     out = tmp_path / "new" / "out"
@@ -280,7 +271,6 @@ def test_a_failure_says_how_to_go_on(tmp_path):
     assert done and all(p.stat().st_mtime_ns == t for p, t in done.items())
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("pattern", ["{}", "{}/**/*"])
 def test_prepared_directories_are_no_text(tmp_path, pattern):
     source = write(tmp_path / "in", {"a.txt": "some text"})
@@ -299,7 +289,6 @@ CHAT = [
 
 
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
-@pytest.mark.usefixtures("in_process")
 def test_every_format_gives_its_documents(tmp_path, part_bytes):
     raw = jsonl({"text": t} for t in TEXTS)
     contents = {
@@ -316,7 +305,6 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_context_that_trims_nothing_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("text")
     monkeypatch.setattr("sys.argv", ["", "--input=text.txt", "--out=out", "--context=64"])
@@ -326,7 +314,6 @@ def test_a_context_that_trims_nothing_is_named(tmp_path, monkeypatch, capsys):
     assert "note      --context=64 trims chats, and the input has none" in out
 
 
-@pytest.mark.usefixtures("in_process")
 def test_chats_are_trimmed_and_counted(tmp_path, capsys):
     long = [CHAT[0], {"role": "assistant", "content": f"<think>{'r' * 500}</think>hello"}]
     several = [*long, *long]
@@ -346,7 +333,6 @@ def test_chats_are_trimmed_and_counted(tmp_path, capsys):
     assert (np.diff(np.append(np.flatnonzero(bundle.starts), len(bundle))) <= 200).all()
 
 
-@pytest.mark.usefixtures("in_process")
 def test_input_without_a_document_for_training_is_refused(tmp_path):
     write(tmp_path, {"t.txt": "some text", "empty.txt": " "})
     for refused in (

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
-from data_helpers import calls_of, here, jsonl, write
+from data_helpers import calls_of, here, jsonl, make_config, write
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
@@ -302,8 +302,7 @@ def test_many_turns_cost_a_few_renderings(monkeypatch):
         assert sum(len(turns) for _, _, turns, *_ in renderings) < 6 * len(talk), family
 
 
-@pytest.mark.usefixtures("in_process")
-def test_another_template_is_other_data(make_config, tmp_path):
+def test_another_template_is_other_data(tmp_path):
     """In one process, of prepared chats, and when these are prepared again."""
     records = [{"messages": [user(f"q{i}"), answer(f"a{i}")]} for i in range(30)]
     path = str(write(tmp_path, {"chats.jsonl": jsonl(records)}) / "chats.jsonl")

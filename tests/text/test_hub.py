@@ -20,11 +20,6 @@ TEXTS = [f"text {i} " + "word " * (i % 17) for i in range(700)]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
 
-@pytest.fixture(autouse=True)
-def without_workers(in_process):
-    """Preparing runs here."""
-
-
 DATA = "data-00000-of-00001.arrow"
 STATE = {"_data_files": [{"filename": DATA}], "_split": None}
 

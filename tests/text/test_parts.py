@@ -28,11 +28,6 @@ CHAT = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def without_workers(in_process):
-    """All of it here, but for the tests that start programs."""
-
-
 @pytest.fixture
 def source(tmp_path):
     """Files of every kind and odd names, large, small and empty, with two bad records and a

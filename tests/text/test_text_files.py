@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from data_helpers import write
+from data_helpers import make_config, write
 from refusals import check_refused
 
 from zaya_jax.data import pipeline, stores, windows
@@ -98,7 +98,7 @@ def test_what_was_written_through_a_link_is_no_input(linked):
     ]
 
 
-def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
+def test_text_that_changes_is_read_again(tmp_path, monkeypatch):
     """Also where another folder has the same relative name."""
     tok = tokenizers.load("bytes")
     config = make_config(path="corpus", eval_named=("x=../extra.txt",))
@@ -113,7 +113,7 @@ def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
         assert tok.decode(named.block.tokens) == place + letter
 
 
-def test_rewritten_held_out_text_is_other_data(corpus, make_config):
+def test_rewritten_held_out_text_is_other_data(corpus):
     tok, config = tokenizers.load("bytes"), make_config(path=str(corpus))
     state = pipeline.train_stream(config, tok).get_state()
     held_out = stores.open_store(config, str(corpus), tok, "held_out").block
