@@ -185,7 +185,7 @@ def parse_prompt(
         raise UserError(
             f"a conversation is a list of turns with role and content: {error}"
         ) from None
-    ends, stop_of_format = template.ending
+    ends, stop_of_format = template.stops
     return ParsedPrompt(
         form="chat",
         single=single,
@@ -236,7 +236,7 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer, system: str = ""):
         self._template, self._turns = chat_template.Template(tokenizer), list[chat.Message]()
         self._first = [chat.Message("system", "", system)] if system else []
-        self.ends, self.stop = self._template.ending
+        self.ends, self.stop = self._template.stops
         self.left_out = 0
 
     def reset(self) -> None:

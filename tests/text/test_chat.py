@@ -205,7 +205,7 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok, messages, spelt
     """And calls of tools; their results are not."""
     template = chat_template.Template(tok)
     document, outcome = template.encode_within(chat.parse_chat(messages), None)
-    assert outcome == chat.KEPT and template.ending == ([special(tok, "end_turn")], [])
+    assert outcome == chat.KEPT and template.stops == ([special(tok, "end_turn")], [])
     assert spell(tok, document.tokens) == spelt
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
     assert spell(tok, document.tokens[document.predicted]) == answers
@@ -359,7 +359,7 @@ def test_marks_that_a_vocabulary_lacks_are_spelt_out():
     bare = tokenizers.Tokenizer(BPE.json().replace("turn|>", "x|>").encode(), {}, "here")
     assert chat_template.has_turn_tokens(BPE) and not chat_template.has_turn_tokens(bare)
     template = chat_template.Template(bare)
-    assert template.ending == ([], ["<|end_turn|>"])
+    assert template.stops == ([], ["<|end_turn|>"])
     assert (
         bare.decode(template.prompt_ids(chat.parse_chat(MESSAGES)[:1]))
         == "<|turn|>user\n2+2?<|end_turn|>\n<|turn|>assistant\n"

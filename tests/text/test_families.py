@@ -84,7 +84,7 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
         tok, document, outcome = prepared(FAMILIES[family], talk)
         assert outcome == KEPT and counted(document) == (count, 0)
         form = chat_template.Template(tok)
-        end, _ = form.ending
+        end, _ = form.stops
         prompt = tok.decode_with_specials(form.prompt_ids(chat.parse_chat(talk)[:1]))
         for text, run in zip(said, learnt(tok, document), strict=True):
             before, found, after = run.partition(text.strip())
@@ -294,7 +294,7 @@ def test_a_name_that_is_null_is_no_mark():
 def test_many_turns_cost_a_few_renderings(monkeypatch):
     """Of prefixes it was one for each answer, so twice the turns cost four times the time."""
     talk = [turn for i in range(80) for turn in (user(f"q{i}"), answer(f"a{i}"))]
-    renderings = calls_of(monkeypatch, chat_template.Template, "_write")
+    renderings = calls_of(monkeypatch, chat_template.Template, "_render_with_blocks")
     for family in FAMILIES:
         renderings.clear()
         _, document, _ = prepared(FAMILIES[family], talk)

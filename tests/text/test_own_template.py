@@ -73,7 +73,7 @@ def test_a_conversation_is_spelt_as_the_template_does_and_its_answers_alone_are_
     )
     learnt = OWN.decode_with_specials(document.tokens[document.predicted].tolist())
     assert learnt == "".join(ANSWERS)
-    assert form.ending == (OWN.encode_with_specials("<|im_end|>")[0], [])
+    assert form.stops == (OWN.encode_with_specials("<|im_end|>")[0], [])
     assert OWN.decode_with_specials(form.prompt_ids(messages()[:2])) == BETWEEN[0]
 
 

@@ -125,7 +125,7 @@ def _write_json_and_tokenizer(
     recorded_dtype = imported["config"].get("dtype") or imported["config"].get("torch_dtype")
     end_turn = None
     if tokenizer and training and training.data.chats:
-        end_turn = next(iter(chat_template.Template(tokenizer).ending[0]), None)
+        end_turn = next(iter(chat_template.Template(tokenizer).stops[0]), None)
     config = names.model_to_json(
         model.model, dtype or recorded_dtype or "float32", imported["config"], end_turn
     )

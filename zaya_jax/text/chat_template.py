@@ -229,8 +229,67 @@ class Template:
         }
         self._names = {name: text for name, text in names.items() if text is not None}
 
+    def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """The text of a conversation; `prompt`: with the beginning of an answer."""
+        return self._render(*_split_tools(messages), prompt)
+
+    def _render(self, tools: Any, turns: Sequence[Message], prompt: bool) -> str:
+        return self._render_with_blocks(tools, turns, prompt, self._reasoning_format)[0]
+
+    def _turn(self, message: Message, form: str) -> dict[str, Any]:
+        """A message as templates take it; those of models know results as "tool"."""
+        role, reasoning, content = message.role, message.reasoning, message.content
+        if role.lower() in chat.RESULT_ROLES and not self._ours:
+            role = "tool"
+        turn = {"role": role, "content": content, **message.extra_fields}
+        if message.raw_reasoning and form != "fields":  # as it was written
+            return turn | {"content": message.raw_reasoning + content}
+        if not reasoning:
+            return turn
+        if form == "fields":
+            return turn | dict.fromkeys(chat.REASONING_KEYS, reasoning)
+        if form == "content":
+            return turn | {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+        parts = {"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}
+        return turn | {"content": list(parts)}
+
+    def _render_with_blocks(
+        self, tools: Any, turns: Sequence[Message], prompt: bool, form: str
+    ) -> tuple[str, list[tuple[int, str]]]:
+        """(the text, the start and body of each `{% generation %}`), reasoning in this format."""
+        blocks, generations = list[str](), list[tuple[int, str]]()
+        template = self._for_tools if tools else self._template
+        try:
+            for block in template.generate(
+                messages=[self._turn(turn, form) for turn in turns],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **{RENDERING: (blocks, generations)},
+                **self._names,
+            ):
+                blocks.append(block)
+        except Exception as error:  # a template may fail in any way
+            raise Refused(
+                f"the model's chat template refuses this conversation: {first_line(error)};"
+                " change it, or leave it out"
+            ) from None
+        return "".join(blocks), generations
+
     @functools.cached_property
-    def ending(self) -> tuple[list[int], list[str]]:
+    def _reasoning_format(self) -> str:
+        """How the template takes reasoning: in `fields` of a turn, in `parts` of its content, or in
+        the `content` between <think> and </think>."""
+        turns = [answer_spans.QUESTION, Message("assistant", REASONING, ANSWER)]
+        for form in ("fields", "parts"):
+            with contextlib.suppress(Refused):
+                text, _ = self._render_with_blocks(None, turns, False, form)
+                if REASONING in text and "'type'" not in text and '"type"' not in text:
+                    return form
+        return "content"
+
+    @functools.cached_property
+    def stops(self) -> tuple[list[int], list[str]]:
         """(ids, texts) that end an answer: one id, or one text where that comes before any special
         id; none of both where the template writes nothing behind an answer."""
         if self._ending.text_before:
@@ -262,66 +321,6 @@ class Template:
                 before = self._tokenizer.decode(ids[:i]).strip()
                 return Ending([id_], before, everything[:stop], everything)
         return Ending([], self._tokenizer.decode(ids).strip(), everything, everything)
-
-    @functools.cached_property
-    def _reasoning_format(self) -> str:
-        """How the template takes reasoning: in `fields` of a turn, in `parts` of its content, or in
-        the `content` between <think> and </think>."""
-        turns = [answer_spans.QUESTION, Message("assistant", REASONING, ANSWER)]
-        for form in ("fields", "parts"):
-            with contextlib.suppress(Refused):
-                text, _ = self._write(None, turns, False, form)
-                if REASONING in text and "'type'" not in text and '"type"' not in text:
-                    return form
-        return "content"
-
-    def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The text of a conversation; `prompt`: with the beginning of an answer."""
-        return self._render(*_split_tools(messages), prompt)
-
-    def _render(self, tools: Any, turns: Sequence[Message], prompt: bool) -> str:
-        text, _ = self._write(tools, turns, prompt, self._reasoning_format)
-        return text
-
-    def _turn(self, message: Message, form: str) -> dict[str, Any]:
-        """A message as templates take it; those of models know results as "tool"."""
-        role, reasoning, content = message.role, message.reasoning, message.content
-        if role.lower() in chat.RESULT_ROLES and not self._ours:
-            role = "tool"
-        turn = {"role": role, "content": content, **message.extra_fields}
-        if message.raw_reasoning and form != "fields":  # as it was written
-            return turn | {"content": message.raw_reasoning + content}
-        if not reasoning:
-            return turn
-        if form == "fields":
-            return turn | dict.fromkeys(chat.REASONING_KEYS, reasoning)
-        if form == "content":
-            return turn | {"content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
-        parts = {"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}
-        return turn | {"content": list(parts)}
-
-    def _write(
-        self, tools: Any, turns: Sequence[Message], prompt: bool, form: str
-    ) -> tuple[str, list[tuple[int, str]]]:
-        """(the text, the start and body of each `{% generation %}`), reasoning in this format."""
-        blocks, generations = list[str](), list[tuple[int, str]]()
-        template = self._for_tools if tools else self._template
-        try:
-            for block in template.generate(
-                messages=[self._turn(turn, form) for turn in turns],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **{RENDERING: (blocks, generations)},
-                **self._names,
-            ):
-                blocks.append(block)
-        except Exception as error:  # a template may fail in any way
-            raise Refused(
-                f"the model's chat template refuses this conversation: {first_line(error)};"
-                " change it, or leave it out"
-            ) from None
-        return "".join(blocks), generations
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The ids that the model continues with its answer."""
@@ -385,7 +384,7 @@ class Template:
         """The document of a conversation, of which the model's own text is to be predicted;
         Incomplete where the rendered text would teach something else."""
         tools, turns = _split_tools(messages)
-        text, generations = self._write(tools, turns, False, self._reasoning_format)
+        text, generations = self._render_with_blocks(tools, turns, False, self._reasoning_format)
         if any(not text.startswith(body, start) for start, body in generations):
             raise UserError(
                 "the model's chat template has a {% generation %} inside a {% set %} or a macro,"
@@ -415,7 +414,7 @@ class Template:
             "tokens learnt": int(predicted.sum()),
         }
         with contextlib.suppress(Refused):  # the short chat that shows the ending
-            if not any(self.ending):
+            if not any(self.stops):
                 counts["answers learnt without an end"] = learnt
         return Document(np.array(ids, self._tokenizer.dtype), predicted, counts)
 
