@@ -119,24 +119,17 @@ def golden_case(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _s3() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
+def _s3() -> Iterator[dict[str, str]]:
+    from tools import faults
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    store = faults.Store()
+    yield store.variables
+    store.die()
 
 
 @pytest.fixture
-def s3_server(_s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_server(_s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of a real S3 server on this machine; also for the programs that a test starts."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": _s3,
-    }.items():
+    for name, value in _s3.items():
         monkeypatch.setenv(name, value)
-    return _s3
+    return _s3["AWS_ENDPOINT_URL"]

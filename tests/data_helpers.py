@@ -108,6 +108,14 @@ def parquet(columns, **options):
     return file.getvalue()
 
 
+def arrow(columns):
+    """Columns as the bytes of a stream of batches, as `datasets.save_to_disk` writes them."""
+    file, table = io.BytesIO(), pyarrow.table(columns)
+    with pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=300)
+    return file.getvalue()
+
+
 def damage(path, place):
     """Flips a bit of a file's byte."""
     content = bytearray(path.read_bytes())

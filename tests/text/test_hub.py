@@ -1,6 +1,5 @@
 """Data sets of Hugging Face's library as input: folders that it saved, and streams in parts."""
 
-import io
 import json
 import shutil
 import sys
@@ -9,7 +8,7 @@ import types
 import pyarrow
 import pyarrow.feather
 import pytest
-from data_helpers import contents, here, texts_of, write
+from data_helpers import arrow, contents, here, texts_of, write
 from refusals import check_refused
 
 from zaya_jax.text import hub, prepare
@@ -22,14 +21,6 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
 
 DATA = "data-00000-of-00001.arrow"
 STATE = {"_data_files": [{"filename": DATA}], "_split": None}
-
-
-def arrow(columns):
-    """Columns as the bytes of a stream of batches, as `datasets.save_to_disk` writes them."""
-    file, table = io.BytesIO(), pyarrow.table(columns)
-    with pyarrow.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table, max_chunksize=300)
-    return file.getvalue()
 
 
 TRAIN = arrow({"text": TEXTS, "n": list(range(700))})
