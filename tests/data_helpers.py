@@ -22,15 +22,13 @@ from zaya_jax.text.token_block import with_targets
 @pytest.fixture
 def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
     """Sixty text files of very different lengths, one of them empty and one not UTF-8."""
-    root = tmp_path / "corpus"
-    root.mkdir()
     rng = np.random.default_rng(0)
-    for i in range(60):
-        words = rng.integers(0, 1000, int(rng.integers(5, 400)))
-        (root / f"doc{i:02d}.txt").write_text(f"document {i}: " + " ".join(f"w{w}" for w in words))
-    (root / "empty.txt").write_text("")
-    (root / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    return root
+    words = [rng.integers(0, 1000, int(rng.integers(5, 400))) for _ in range(60)]
+    texts = {
+        f"doc{i:02d}.txt": f"document {i}: " + " ".join(f"w{word}" for word in of_text)
+        for i, of_text in enumerate(words)
+    }
+    return write(tmp_path / "corpus", texts | {"empty.txt": "", "latin.txt": b"caf\xe9"})
 
 
 def make_config(
