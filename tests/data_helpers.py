@@ -51,7 +51,7 @@ def make_config(
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing runs here, without worker processes, which take a second to start."""
-    monkeypatch.setattr(prepare_task, "run_processes", run_here)
+    monkeypatch.setattr(prepare_task, "run_processes", run_in_process)
 
 
 @pytest.fixture
@@ -149,13 +149,13 @@ def contents(directory):
     }
 
 
-def run_here(job, todo, processes):
+def run_in_process(job, todo, processes):
     """An engine without worker processes, which take a second to start."""
     for task in todo:
         yield task, prepare_task.run_task(task, job)
 
 
-def here(options, out):
+def prepared(options, out):
     """Prepare in this process, without workers."""
     return prepare.prepare(options, str(out), 1, lambda *_: None)
 

@@ -11,7 +11,7 @@ import tracemalloc
 import google_crc32c
 import numpy as np
 import pytest
-from data_helpers import calls_of, here, in_memory, jsonl, make_config, side_by_side, write
+from data_helpers import calls_of, in_memory, jsonl, make_config, prepared, side_by_side, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import check_refused
@@ -215,7 +215,9 @@ def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, conte
     write(tmp_path, {"c.jsonl": jsonl(records)})
     directories = tmp_path / "first", tmp_path / "second"
     for directory, size in zip(directories, contexts, strict=True):
-        here(prepare.Options([str(tmp_path / "c.jsonl")], context=size, held_out=0.1), directory)
+        prepared(
+            prepare.Options([str(tmp_path / "c.jsonl")], context=size, held_out=0.1), directory
+        )
     first, second = ((f"{directory}=1",) for directory in directories)
     phases = (
         Phase(tokens=2048, seq_len=128, packing="best_fit", mixture=first),
@@ -234,7 +236,7 @@ def test_chats_are_not_read_into_rows_shorter_than_their_context(tmp_path, conte
 def test_a_directory_with_texts_does_not_pass_as_chats(tmp_path):
     chat = {"prompt": "?", "completion": "!"}
     write(tmp_path, {"c.jsonl": jsonl([chat] * 30 + [{"text": "a text"}] * 7)})
-    here(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
+    prepared(prepare.Options([str(tmp_path / "c.jsonl")], context=64), tmp_path / "out")
     config = make_config(path=str(tmp_path / "out"), packing="best_fit", chats=True)
     said = "out holds 30 chats and 7 texts, prepared for --context=64, but"
     check_refused(said, pipeline.Batches, config, TOK)

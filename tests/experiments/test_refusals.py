@@ -9,7 +9,7 @@ import shutil
 import stat
 
 import pytest
-from data_helpers import run_here
+from data_helpers import run_in_process
 
 from tools import reference
 from zaya_jax import cli, generation
@@ -43,7 +43,7 @@ def made(tmp_path_factory, golden_dir):
     shutil.copytree(golden_dir / "base", folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(prepare_task, "run_processes", run_here)
+        patch.setattr(prepare_task, "run_processes", run_in_process)
         for program, options in (
             ("prepare_data", ["--input=texts", "--out=prepared"]),
             ("checkpoint", ["from_hf", "--model=model", "--workdir=run"]),
@@ -57,7 +57,7 @@ def made(tmp_path_factory, golden_dir):
 @pytest.fixture
 def here(made, tmp_path, monkeypatch):
     """A copy of it, in which a program is called."""
-    monkeypatch.setattr(prepare_task, "run_processes", run_here)
+    monkeypatch.setattr(prepare_task, "run_processes", run_in_process)
     monkeypatch.setattr(generation, "stream", accept)
     monkeypatch.setattr(host, "keep_memory", lambda: None)
     monkeypatch.chdir(shutil.copytree(made, tmp_path / "here"))

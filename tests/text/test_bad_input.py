@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_helpers import arrow, here, jsonl, parquet, texts_of, write, zstd
+from data_helpers import arrow, jsonl, parquet, prepared, texts_of, write, zstd
 from refusals import check_refused, refusal
 
 from experiments.prepare_data import __main__ as prepare_data
@@ -35,7 +35,7 @@ PACKED = {"": bytes, ".gz": lambda raw: gzip.compress(raw, 6, mtime=0), ".zst": 
 
 
 def left_out(*patterns, out, **options):
-    manifest, _ = here(
+    manifest, _ = prepared(
         Options([str(p) for p in patterns], skip_bad=True, held_out=0.0, **options), out
     )
     return manifest["totals"]["train"]["documents"], manifest["counts"], manifest["examples"]
@@ -81,7 +81,7 @@ def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_byte
         )
         assert found.startswith(f"{path}, {named}: ") and why in found and found.isprintable()
     strict = Options([str(path)], part_bytes=part_bytes)
-    assert refusal(here, strict, tmp_path / "strict").startswith(examples[BAD][0])
+    assert refusal(prepared, strict, tmp_path / "strict").startswith(examples[BAD][0])
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
@@ -176,7 +176,7 @@ def test_an_empty_file_is_counted_and_one_that_is_no_text_ends_the_preparation(t
     (root / "link.txt").symlink_to("nowhere")
     for name, reason in (("c.txt", ", line 2: not UTF-8"), ("link.txt", ": .*No such file")):
         options = Options([str(root / "b.txt"), str(root / name)])
-        check_refused(f"{name}{reason}", here, options, tmp_path / f"strict {name}")
+        check_refused(f"{name}{reason}", prepared, options, tmp_path / f"strict {name}")
     documents, counts, examples = left_out(root, out=tmp_path / "out")
     assert documents == 1 and counts == {BAD: 2, "empty texts": 1}
     assert "c.txt" in examples[BAD][0] and "link.txt" in examples[BAD][1]
@@ -206,7 +206,7 @@ NOT_TEXT = {
 def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, caplog):
     write(tmp_path, {name: raw for name, (raw, _) in NOT_TEXT.items()})
     kinds = collections.Counter(f"files that are no text ({kind})" for _, kind in NOT_TEXT.values())
-    said = refusal(here, Options([str(tmp_path / "*")]), tmp_path / "none")
+    said = refusal(prepared, Options([str(tmp_path / "*")]), tmp_path / "none")
     assert all(f"{count} {kind}" in said for kind, count in kinds.items())
     check_refused(
         r"none with text \(.*a\.csv \(table\); .*a\.jsonl\.bz2",
@@ -214,7 +214,7 @@ def test_what_is_no_text_is_never_learnt_and_is_counted_by_its_kind(tmp_path, ca
         str(tmp_path / "*"),
     )
     (tmp_path / "sound.txt").write_bytes(b"\xef\xbb\xbfsound")
-    manifest, _ = here(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
+    manifest, _ = prepared(Options([str(tmp_path / "*")], held_out=0.0), tmp_path / "out")
     assert manifest["counts"] == kinds
     assert sorted(itertools.chain(*manifest["examples"].values())) == sorted(
         f"{tmp_path / name} ({kind})" for name, (_, kind) in NOT_TEXT.items()
@@ -243,7 +243,7 @@ def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     check_refused(
         f"cannot read .*{name}: the file is empty",
-        lambda: here(Options([str(tmp_path / name)]), tmp_path / "out"),
+        lambda: prepared(Options([str(tmp_path / name)]), tmp_path / "out"),
     )
 
 
@@ -264,7 +264,7 @@ def test_a_failure_says_how_to_go_on(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(good * 9 + bad)
     options = Options([str(tmp_path / "b.jsonl")], part_bytes=400, held_out=0.0)
     check_refused(
-        r"byte 1620: .*; finished parts stay, and .* --skip_bad added", here, options, out
+        r"byte 1620: .*; finished parts stay, and .* --skip_bad added", prepared, options, out
     )
     assert not list(out.glob("*.partial-*"))
     done = {p: p.stat().st_mtime_ns for p in out.glob("*.tokens")}
@@ -277,8 +277,8 @@ def test_a_failure_says_how_to_go_on(tmp_path):
 def test_prepared_directories_are_no_text(tmp_path, pattern):
     source = write(tmp_path / "in", {"a.txt": "some text"})
     options, tok = Options([pattern.format(source)], held_out=0.0), tokenizers.load("bytes")
-    assert [here(options, source / "out")[1] for _ in range(2)] == [False, True]  # not its own
-    check_refused(r"out/manifest\.json, line 1: not a JSON", here, options, tmp_path / "other")
+    assert [prepared(options, source / "out")[1] for _ in range(2)] == [False, True]  # not its own
+    check_refused(r"out/manifest\.json, line 1: not a JSON", prepared, options, tmp_path / "other")
     says = r"none with text \(.*; .*train-00000\.tokens \(prepared tokens\)"
     check_refused(says, memory.split_texts, str(source / "out" / "[rst]*"), tok)
 
@@ -303,7 +303,7 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
         "g.bin": b"\xff\xfe\x00",
     }
     source = write(tmp_path / "in", contents)
-    here(Options([str(source)], part_bytes=part_bytes), tmp_path / "out")
+    prepared(Options([str(source)], part_bytes=part_bytes), tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
 
 
@@ -322,7 +322,7 @@ def test_chats_are_trimmed_and_counted(tmp_path, capsys):
     dropped = [CHAT[0], {"role": "assistant", "content": "a" * 500}]
     chats = jsonl({"messages": m} for m in (CHAT, CHAT, long, several, dropped))
     path = write(tmp_path, {"c.jsonl": chats}) / "c.jsonl"
-    manifest, _ = here(Options([str(path)], context=200), tmp_path / "out")
+    manifest, _ = prepared(Options([str(path)], context=200), tmp_path / "out")
     assert manifest["chats"]["context"] == 200
     make.print_summary(manifest, "out")
     assert "counted   1 trimmed" in capsys.readouterr().out
@@ -338,5 +338,5 @@ def test_input_without_a_document_for_training_is_refused(tmp_path):
         Options([str(tmp_path / "empty.txt")]),
         Options([str(tmp_path / "t.txt")], held_out=1.0),
     ):
-        check_refused("no document for training", here, refused, tmp_path / "new")
+        check_refused("no document for training", prepared, refused, tmp_path / "new")
         assert not (tmp_path / "new").exists()

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from chat_families import FAMILIES, tokenizer_of
-from data_helpers import calls_of, here, jsonl, make_config, write
+from data_helpers import calls_of, jsonl, make_config, prepared, write
 from refusals import check_error, check_refused
 
 from zaya_jax.data import stores, windows
@@ -67,7 +67,7 @@ def counted(document):
     return document.counts["answers learnt"], document.counts["answers rewritten"]
 
 
-def prepared(source, messages, **leading):
+def encoded(source, messages, **leading):
     tok = tokenizer_of(source)
     turns = chat.parse_chat([*chat.leading_turns(leading), *messages])
     return tok, *chat_template.Template(tok).encode_within(turns, None)
@@ -81,7 +81,7 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
         said = [f"{rng.choice(words)}A{i}" for i in range(count)]
         asked = [f"{rng.choice(words)}Q{i}" for i in range(count)]
         talk = [turn for q, a in zip(asked, said, strict=True) for turn in (user(q), answer(a))]
-        tok, document, outcome = prepared(FAMILIES[family], talk)
+        tok, document, outcome = encoded(FAMILIES[family], talk)
         assert outcome == KEPT and counted(document) == (count, 0)
         form = chat_template.Template(tok)
         end, _ = form.stops
@@ -100,7 +100,7 @@ def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
 def test_what_a_template_leaves_out_is_named(family):
     reasons, loses = TEACHES[family]
     talk = [user("q"), answer("a", reasoning="because"), user("r"), answer("    b", reasoning="so")]
-    tok, document, outcome = prepared(FAMILIES[family], talk)
+    tok, document, outcome = encoded(FAMILIES[family], talk)
     if not reasons:
         assert document is None and outcome.endswith("does not write the last reasoning")
     else:
@@ -110,10 +110,10 @@ def test_what_a_template_leaves_out_is_named(family):
     talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
     if loses == "refused":
         check_error(
-            chat_template.Refused, "must alternate;", prepared, FAMILIES[family], talk, tools=TOOLS
+            chat_template.Refused, "must alternate;", encoded, FAMILIES[family], talk, tools=TOOLS
         )
         return
-    tok, document, outcome = prepared(FAMILIES[family], talk, tools=TOOLS)
+    tok, document, outcome = encoded(FAMILIES[family], talk, tools=TOOLS)
     if loses:
         assert document is None and outcome.endswith(f"does not write {loses}")
         return
@@ -140,7 +140,7 @@ def test_what_a_template_leaves_out_is_named(family):
     ],
 )
 def test_each_part_of_a_chat_must_stand_in_the_text(family, turns, loses):
-    _, document, outcome = prepared(FAMILIES[family], turns)
+    _, document, outcome = encoded(FAMILIES[family], turns)
     assert (document is None) == bool(loses) and (outcome.endswith(loses) or not loses)
 
 
@@ -208,8 +208,8 @@ CALLED = [user("q"), answer("", tool_calls=[CALL]), {"role": "tool", "content": 
         (MERGES_IN_A_BLOCK, weighted(1, 0), None, None),
     ],
 )
-def test_neither_headers_nor_what_is_not_to_be_learnt_is(source, turns, runs, counts):
-    tok, document, outcome = prepared(source, turns, tools="[]")
+def test_answers_alone_are_learnt_however_a_template_writes_them(source, turns, runs, counts):
+    tok, document, outcome = encoded(source, turns, tools="[]")
     if runs is None:
         assert document is None and outcome.endswith("writes no answer that can be learnt")
         return
@@ -226,7 +226,7 @@ def test_neither_headers_nor_what_is_not_to_be_learnt_is(source, turns, runs, co
 )
 def test_arguments_are_text_for_a_template_that_adds_them_to_text(call, text):
     talk = [user("q"), answer("", tool_calls=[call]), {"role": "function", "content": "4"}]
-    tok, document, _ = prepared(FAMILIES["deepseek_v3"], talk)
+    tok, document, _ = encoded(FAMILIES["deepseek_v3"], talk)
     (called,) = learnt(tok, document)
     assert text in called
 
@@ -245,7 +245,7 @@ PARTS = [{"type": "thinking", "thinking": "R"}, {"type": "text", "text": "    re
     ],
 )
 def test_reasoning_inside_a_content_stays_as_it_was_given(family, content, written):
-    tok, document, _ = prepared(FAMILIES[family], [user("q"), answer(content)])
+    tok, document, _ = encoded(FAMILIES[family], [user("q"), answer(content)])
     assert written in learnt(tok, document)[0]
 
 
@@ -277,7 +277,7 @@ def test_a_generation_block_whose_place_is_not_known_is_refused(source):
     source = "{% for m in messages %}" + source + "{% endfor %}"
     check_refused(
         r"inside a \{% set %\} or a macro",
-        lambda: prepared(source, [user("my question"), answer("the answer")]),
+        lambda: encoded(source, [user("my question"), answer("the answer")]),
     )
 
 
@@ -297,7 +297,7 @@ def test_many_turns_cost_a_few_renderings(monkeypatch):
     renderings = calls_of(monkeypatch, chat_template.Template, "_render_with_blocks")
     for family in FAMILIES:
         renderings.clear()
-        _, document, _ = prepared(FAMILIES[family], talk)
+        _, document, _ = encoded(FAMILIES[family], talk)
         assert counted(document)[0] == 80
         assert sum(len(turns) for _, _, turns, *_ in renderings) < 6 * len(talk), family
 
@@ -318,10 +318,10 @@ def test_another_template_is_other_data(tmp_path):
         whole = windows.open_whole(config, path, tok)
         read.append({store.block.tokens.tobytes() for store in (*sides, whole)})
         if family == "chatml":
-            here(options, out)
+            prepared(options, out)
             stores.open_store(config, out, tok)
     assert not read[0] & read[1]
-    check_refused("or another chat template; give another directory", here, options, out)
+    check_refused("or another chat template; give another directory", prepared, options, out)
     said = "holds chats in another chat template than that of"
     check_refused(said, stores.open_store, config, out, tok)
 
@@ -352,7 +352,7 @@ def test_answers_of_a_prompt_are_read_and_not_learnt(source):
     paired = chat.paired_turns({"prompt": prompt, "completion": [answer("learnt")]}, "text")
     weighted = [user("q0"), answer("learnt"), user("q1"), answer("not this", weight=0)]
     for turns in (paired, weighted):
-        tok, document, outcome = prepared(FAMILIES.get(source, source), turns)
+        tok, document, outcome = encoded(FAMILIES.get(source, source), turns)
         assert outcome == KEPT and counted(document) == (1, 0)
         run, *ends = learnt(tok, document)
         assert run.lstrip().startswith("learnt") and "not this" not in "".join(ends)

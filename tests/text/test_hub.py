@@ -8,7 +8,7 @@ import types
 import pyarrow
 import pyarrow.feather
 import pytest
-from data_helpers import arrow, contents, here, texts_of, write
+from data_helpers import arrow, contents, prepared, texts_of, write
 from refusals import check_refused
 
 from zaya_jax.text import hub, prepare
@@ -38,7 +38,7 @@ def splits(tmp_path):
 
 def check_texts(patterns, out, **counts):
     """All of TEXTS are prepared, and this is counted."""
-    manifest, _ = here(Options([str(pattern) for pattern in patterns]), out)
+    manifest, _ = prepared(Options([str(pattern) for pattern in patterns]), out)
     assert manifest["counts"] == counts
     assert texts_of(out) == sorted(TEXTS)
 
@@ -52,10 +52,10 @@ def test_a_saved_folder_is_what_its_state_names(splits, tmp_path, pattern):
 def test_a_saved_dict_needs_a_split_named(splits, tmp_path, pattern):
     check_refused(
         r"has several splits of the DatasetDict .*; name one, such as",
-        lambda: here(Options([pattern.format(splits)]), tmp_path / "out"),
+        lambda: prepared(Options([pattern.format(splits)]), tmp_path / "out"),
     )
     # Both by name, or the one that there is.
-    manifest, _ = here(Options([str(splits / "train"), str(splits / "test")]), tmp_path / "out")
+    manifest, _ = prepared(Options([str(splits / "train"), str(splits / "test")]), tmp_path / "out")
     assert manifest["counts"]["kept"] == 3
     shutil.rmtree(splits / "test")
     check_texts([splits], tmp_path / "one")
@@ -65,7 +65,7 @@ def test_a_file_that_a_saved_folder_lacks_is_named(splits, tmp_path):
     (splits / "train" / DATA).unlink()
     check_refused(
         r"data-00000-of-00001\.arrow.* No such file",
-        lambda: here(Options([str(splits / "train")]), tmp_path / "out"),
+        lambda: prepared(Options([str(splits / "train")]), tmp_path / "out"),
     )
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_a_saved_folder_lacks_is_named(splits, tmp_path):
 def test_an_arrow_file_that_cannot_be_read_is_named_and_counted_once(tmp_path, content, named):
     write(tmp_path, {"a.arrow": content, "u.txt": "sound"})
     options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0)
-    manifest, _ = here(options, tmp_path / "out")
+    manifest, _ = prepared(options, tmp_path / "out")
     assert manifest["counts"] == {BAD: 1} and manifest["totals"]["train"]["documents"] == 1
     assert f"a.arrow{named}" in manifest["examples"][BAD][0]
 
@@ -129,19 +129,19 @@ def test_machines_share_the_shards_of_the_revision_with_which_they_begin(tmp_pat
     check_texts(STREAMED.inputs, tmp_path / "whole")
     prepare.prepare(STREAMED, str(tmp_path / "parts"), 1, lambda *_: None, part=(1, 2))
     remote["decade"] = ["rewritten"] * 100, records
-    here(STREAMED, tmp_path / "parts")
+    prepared(STREAMED, tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    check_refused("is complete, from other input", here, STREAMED, tmp_path / "parts")
+    check_refused("is complete, from other input", prepared, STREAMED, tmp_path / "parts")
 
 
 def test_a_broken_stream_is_no_bad_record(tmp_path, remote):
     remote["c0ffee"] = TEXTS, breaks_off
     says = "#0/4@c0ffee failed while streaming: the line went dead"
-    check_refused(says, here, STREAMED, tmp_path / "out")
+    check_refused(says, prepared, STREAMED, tmp_path / "out")
 
 
 def test_a_data_set_given_twice_is_one(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "shard_inputs", lambda spec, planned: [f"{spec}#0/1@c0ffee"])
     monkeypatch.setattr(hub, "rows", lambda shard: iter([{"text": shard}]))
-    here(Options(["hf:a", "hf:b", "hf:a"], held_out=0.0), tmp_path / "out")
+    prepared(Options(["hf:a", "hf:b", "hf:a"], held_out=0.0), tmp_path / "out")
     assert texts_of(tmp_path / "out") == ["hf:a#0/1@c0ffee", "hf:b#0/1@c0ffee"]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from data_helpers import contents, damage, here, jsonl, parquet, run_here, texts_of, write
+from data_helpers import contents, damage, jsonl, parquet, prepared, run_in_process, texts_of, write
 from refusals import check_error, check_refused
 from waiting import until
 
@@ -60,7 +60,7 @@ def part(options, out, index, count):
 @pytest.fixture
 def whole(tmp_path, source):
     """What one machine makes of it."""
-    here(options_for(source), tmp_path / "whole")
+    prepared(options_for(source), tmp_path / "whole")
     return contents(tmp_path / "whole")
 
 
@@ -68,17 +68,17 @@ def whole(tmp_path, source):
 @pytest.mark.parametrize(("count", "bpe"), [(1, 0), (2, 300), (3, 0), (7, 0), (64, 0)])
 def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, count, bpe):
     out, options = tmp_path / "out put ö", options_for(source, train_bpe=bpe)
-    here(options, tmp_path / "whole")
+    prepared(options, tmp_path / "whole")
     whole = contents(tmp_path / "whole")
     order = [*range(count), random.Random(count).randrange(count)]
     random.Random(count).shuffle(order)
     part(options, out, 0, 5)  # of a machine that counts otherwise
     assert not any(part(options, out, index, count) for index in order)
-    manifest, was_there = here(options, out)
+    manifest, was_there = prepared(options, out)
     assert contents(out) == whole and not was_there
     assert prepared_store.verify(str(out)) == []
     assert manifest["counts"].keys() > {prepare_task.BAD, "empty texts", "kept"}
-    assert here(options, out) == (manifest, True)
+    assert prepared(options, out) == (manifest, True)
     assert part(options, out, 0, count)  # there already
     assert contents(out) == whole
 
@@ -120,11 +120,11 @@ def test_killed_at_any_moment_it_is_run_again(tmp_path, source, monkeypatch, ste
 
     def everything(out):
         if alone:
-            here(options, out)
+            prepared(options, out)
             return
         part(options, out, 1, 2)
         part(options, out, 0, 2)
-        here(options, out)
+        prepared(options, out)
 
     with monkeypatch.context() as patch:
         moments = dying_at(patch, 0)
@@ -149,11 +149,11 @@ def test_one_that_comes_late_finds_that_all_is_done(tmp_path, source, whole, mon
 
     def late(*arguments):
         monkeypatch.setattr(prepare, moment, own)
-        here(options, tmp_path / "out")  # another process ends just now
+        prepared(options, tmp_path / "out")  # another process ends just now
         return own(*arguments)
 
     monkeypatch.setattr(prepare, moment, late)
-    here(options, tmp_path / "out")
+    prepared(options, tmp_path / "out")
     assert contents(tmp_path / "out") == whole
 
 
@@ -184,11 +184,11 @@ def test_other_options_and_other_input_are_refused_by_name(
         other = options_for(source, **change)
     else:
         change(source / "b.jsonl.gz")
-    refusals = (lambda: part(other, "out", 1, 2), lambda: here(other, "out"))
+    refusals = (lambda: part(other, "out", 1, 2), lambda: prepared(other, "out"))
     for refused in refusals:
         check_refused(f"begun with other {named}.* remove this one to begin anew", refused)
     if other != options:
-        here(options, "out")
+        prepared(options, "out")
         for refused in refusals:
             check_refused("is complete, from other input or options", refused)
 
@@ -196,7 +196,7 @@ def test_other_options_and_other_input_are_refused_by_name(
 def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkeypatch):
     def changing(job, todo, processes):
         touched(source / "a.jsonl")
-        yield from run_here(job, todo, processes)
+        yield from run_in_process(job, todo, processes)
 
     monkeypatch.setattr(prepare_task, "run_processes", changing)
     check_refused(
@@ -218,7 +218,7 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
     record["made"][which] = "other"
     path.write_text(json.dumps(record))
     sorted(out.glob("train-*.tokens"))[3].unlink()  # and a shard that is gone
-    here(options, out)
+    prepared(options, out)
     assert contents(out) == whole
 
 
@@ -237,7 +237,7 @@ DATATROVE = pathlib.Path(__file__).parent / "datatrove"
 def test_what_datatrove_writes_is_taken(tmp_path, kind):
     """Files that its 0.10.1 wrote: JsonlWriter and ParquetWriter with their defaults, of two
     ranks."""
-    manifest, _ = here(Options([str(DATATROVE / kind)]), tmp_path / "out")
+    manifest, _ = prepared(Options([str(DATATROVE / kind)]), tmp_path / "out")
     wanted = [
         f"Document {i} of rank {rank}: größer als zuvor.\nSecond line."
         for rank in "01"
@@ -261,7 +261,7 @@ def check_ends(program, code, says):
 def test_programs_of_several_processes_killed_in_earnest(tmp_path):
     bad = jsonl([{"text": "word " * 5000}]) * 75 + b"{\n"
     source = write(tmp_path / "in", {f"{i}.jsonl": bad for i in range(6)})
-    here(Options([str(source)], skip_bad=True, part_bytes=1 << 20), tmp_path / "whole")
+    prepared(Options([str(source)], skip_bad=True, part_bytes=1 << 20), tmp_path / "whole")
     out, strict = tmp_path / "out", (f"--input={source}", "--part_mib=1")
     check_ends(started(*strict, f"--out={tmp_path / 'strict'}", "--processes=2"), 2, "")
     options = (*strict, f"--out={out}", "--skip_bad")
