@@ -45,7 +45,6 @@ class Cause:
     concluded: str = ""
     code: int = 1
     group: str = "note"
-    exclude: bool = False
     seconds: float = 0.0  # until it was noticed
 
 
@@ -80,14 +79,7 @@ def cause_of(fact: facts.Observed, time: float) -> Cause:
     """A finding that ends a start."""
     finding = fact.finding
     return Cause(
-        "found",
-        time,
-        fact.node,
-        finding.process,
-        finding.seen,
-        finding.name,
-        group=finding.group,
-        exclude=finding.action == "exclude",
+        "found", time, fact.node, finding.process, finding.seen, finding.name, group=finding.group
     )
 
 
@@ -174,4 +166,3 @@ def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[
     nodes = {node_of(process) for process in suspects}
     if len(nodes) == 1:
         cause.node = nodes.pop()
-        cause.exclude = cause.node >= 0

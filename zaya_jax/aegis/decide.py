@@ -117,7 +117,7 @@ class Decider:
         self._exits: list[tuple[float, facts.Exited]] = []
         self._findings: list[tuple[float, facts.Observed]] = []
         self._cause: Cause | None = None
-        self._killed = self._saved = False
+        self._saved = False
         self._begun_from = self.newest_checkpoint  # a newer one is progress
 
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
@@ -423,7 +423,6 @@ class Decider:
         self._actions += actions
 
     def _kill(self) -> None:
-        self._killed = True
         self._enter(RunState.KILLING, STOP, facts.Command.KILL)
 
     # The end of a start
@@ -439,7 +438,7 @@ class Decider:
         in_vain = cause.code == STORAGE or (
             cause.code == HARDWARE and not (cause.node >= 0 and self._can_exclude(cause.node))
         )
-        if codes == {DONE} and not self._killed:
+        if codes == {DONE} and self.state != RunState.KILLING:
             self._end(DONE, "done")
         elif self._stop_signals:
             self._end_as_asked(codes, cause)
@@ -459,7 +458,7 @@ class Decider:
         early = {128 + signal.SIGTERM, -signal.SIGTERM}
         if len(self._stop_signals) > 1:
             self._end(128 + signal.Signals[last], f"{last}, a second time")
-        elif codes <= {DONE, PREEMPTED, *early} and not self._killed:
+        elif codes <= {DONE, PREEMPTED, *early} and self.state != RunState.KILLING:
             self._end(PREEMPTED, "stopped as asked")
         else:
             self._end(shell_code(cause.code), cause.seen)
@@ -486,10 +485,11 @@ class Decider:
         if cause.code == STORAGE:
             pause = max(pause, STORAGE_PAUSE)
         done = f"restart in {pause:g} s" if pause else "restart at once"
-        repeats = self._faults_of_nodes.get(cause.node, 0) > 1
-        if cause.node in self.usable() and (cause.exclude or repeats):
+        unfit = cause.code == HARDWARE or self._faults_of_nodes.get(cause.node, 0) > 1
+        if cause.node in self.usable() and (unfit or cause.node in self._to_exclude):
             if self._can_exclude(cause.node):
-                self._exclude(cause.node, cause.concluded or cause.seen)
+                reason = cause.concluded or cause.seen
+                self._exclude(cause.node, self._to_exclude.get(cause.node, reason))
                 done += " without the node"
             else:
                 done += ", with the node: no spare could take its place"
