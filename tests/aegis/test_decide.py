@@ -1,15 +1,15 @@
 """The state machine that decides: each rule by itself, then random orders of facts, which never
 leave it at a loss."""
 
-import collections
 import random
 from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import World, ended, finding, wrong
 
-from zaya_jax.aegis import cause, decide, log_rules
+from zaya_jax.aegis import decide
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.facts import (
     AgentConnected,
@@ -32,276 +32,139 @@ from zaya_jax.aegis.facts import (
     Tick,
 )
 from zaya_jax.cluster.events import ACTIONS, GROUPS, Finding
-from zaya_jax.guard import guard
 
-
-class World:
-    """A decider with its clock, and nodes that obey, but for those that are deaf."""
-
-    def __init__(self, nodes, agents=None, min_nodes=None, each=1, deaf=(), **rules):
-        self.now, self.deaf = 0.0, deaf
-        self.decider = Decider(
-            Rules(nodes, agents or nodes, min_nodes or nodes, processes=each, **rules), 0.0
-        )
-        self.seen: list = []
-        for node in range(self.decider.rules.agents):
-            self.take(AgentConnected(node, f"host{node}"), Ready(node))
-
-    def take(self, *facts):
-        """The actions that facts call for; a number is the seconds that pass before the next."""
-        out = []
-        for fact in facts:
-            if isinstance(fact, int | float):
-                self.now, fact = self.now + fact, Tick()
-            found = self.decider.take(fact, self.now)
-            out += found
-            self.seen += found
-            if Command.KILL in found:
-                out += self.take(*[Ready(n) for n in self.decider.nodes if n not in self.deaf])
-        return out
-
-    def starts(self):
-        return [action.nodes for action in self.seen if isinstance(action, Start)]
-
-    def end(self):
-        return next((action.code for action in self.seen if isinstance(action, EndAll)), None)
-
-    def events(self, kind):
-        return [
-            action.fields
-            for action in self.seen
-            if isinstance(action, LogEvent) and action.kind == kind
-        ]
-
-
-def finding(action, group="critical", name="x"):
-    return Finding(name, group, action, "seen so")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "restarts", "code", "saves", "starts", "end"),
-    [
-        (2, 5, 0, False, 1, 0),
-        (2, 5, 2, False, 1, 2),  # a person is wanted
-        (2, 5, 3, False, 1, 3),
-        (1, 5, 4, False, 2, 4),  # storage is tried once more
-        (1, 1, 75, False, 2, 1),  # no border of phases without a newer checkpoint
-        (1, 0, 75, True, 10, None),  # one is a start at once, and costs nothing
-        (1, 3, -9, False, 4, 137),  # as a shell says it
-    ],
-)
-def test_how_often_it_starts_again_and_with_which_code_it_ends(
-    nodes, restarts, code, saves, starts, end
-):
-    world = World(nodes=nodes, restarts=restarts)
-    while world.end() is None and len(world.starts()) < 10:
-        step = 5 * len(world.starts())
-        world.take(Stepped(step), *([CheckpointSeen(step)] if saves else []))
-        world.take(*ended(*[(node, code) for node in range(nodes)]))
-        if code == 4 and world.end() is None:
-            assert len(world.starts()) == 1  # after a pause
-        world.take(0 if saves else 400)
-    assert (len(world.starts()), world.end()) == (starts, end)
-
-
-def test_a_loss_is_not_told_as_an_agent_that_did_not_come():
-    decider = Decider(Rules(3, 3, 3, join=30), 0.0)
-    for fact in (AgentConnected(0, "a"), Ready(0), AgentConnected(1, "b"), Ready(1)):
-        decider.take(fact, 1.0)
-    (end,) = [
-        action for action in decider.take(AgentLost(1, "cut"), 5.0) if isinstance(action, EndAll)
-    ]
-    assert end.text == "1 of 3 nodes are there; lost or left out: node 1"
-
-
-def ended(*codes):
-    """Processes end so, one a node, in this order: (node, code)."""
-    return [fact for node, code in codes for fact in (Exited(node, node, code), Ready(node))]
-
-
-def says(process, line):
-    """The finding in a line of a process of node 0."""
-    (found,) = log_rules.Matcher().feed(process, line)
-    return Observed(0, found)
-
-
-def gone(process, other):
-    line = f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0.log"
-    return says(process, line)
-
-
-LATE = 2.5  # seconds
-CAUSES = {  # nodes, processes of each, what comes, and what the event of the end says
-    "reported last": (
-        (3, 1, *ended((2, 1), (0, 1), (1, -9))),
-        {"process": 1, "seen": "SIGKILL", "node": "host1"},
-    ),
-    "others abort when one is gone": (
-        (3, 1, *ended((2, -6), (1, -11), (0, 1))),
-        {"process": 1, "seen": "SIGSEGV", "node": "host1"},
-    ),
-    "too late to be the cause": (
-        (2, 1, *ended((1, 1)), LATE, *ended((0, -11))),
-        {"process": 1, "seen": "exit code 1", "node": "host1"},
-    ),
-    # While a durable place was slow, a cut connection, and whatever else, was called "copy failed".
-    "copies that are put off explain nothing": (
-        (
-            *(1, 2),
-            says(0, "warning: step 2 is saved, but its copy is NOT: the one before is on its way"),
-            says(0, "warning: cannot write s3://a/b yet: Could not connect to the endpoint URL"),
-            *(Exited(0, 1, 1), Ready(0)),
-        ),
-        {"process": 1, "concluded": "", "group": "distributed"},
-    ),
-    "what follows from it explains nothing": (
-        (3, 1, gone(0, 1), *ended((0, 1), (1, -9), (2, 1))),
-        {"process": 1, "concluded": ""},
-    ),
-    "of findings at several nodes the first counts": (
-        (
-            *(3, 1),
-            Observed(2, finding("warn", "distributed", "first")),
-            Observed(0, finding("warn", "distributed", "second")),
-            *ended((0, 1), (1, 1), (2, 1)),
-        ),
-        {"concluded": "first", "node": "host2"},
-    ),
-    "a full disk is of the process that the line names": (
-        (
-            *(1, 4),
-            says(0, "error: 3 saves failed in a row, the last with: No space (process 2); E"),
-            *(Exited(0, process, 4) for process in range(4)),
-            Ready(0),
-        ),
-        {"process": 2, "group": "storage", "concluded": "the storage fails"},
-    ),
-    "two that accuse each other have lost their connection": (
-        (1, 3, gone(0, 2), gone(2, 0), *(Exited(0, p, 1) for p in (1, 0, 2)), Ready(0)),
-        {"process": 0, "concluded": "the connection between processes 0 and 2 broke"},
-    ),
-    "two that accuse a third have not": (
-        (
-            *(1, 3, gone(0, 2), gone(1, 2), Exited(0, 1, 1), Exited(0, 0, 1)),
-            *(Exited(0, 2, -9), Ready(0)),
-        ),
-        {"process": 2, "concluded": ""},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_the_cause_is_named_and_not_who_followed(name):
-    (nodes, each, *facts), said = CAUSES[name]
-    world = World(nodes=nodes, each=each)
-    for fact in facts:
-        world.take(0.01, fact)
-    (died,) = world.events("died")
-    assert said.items() <= died.items()
-
-
-@pytest.mark.parametrize(("code", "waits", "then"), [(1, 1, 3), (0, 100, 30)])
-def test_who_does_not_end_with_the_others_is_killed(code, waits, then):
-    world = World(nodes=2)
-    assert Command.KILL not in world.take(*ended((0, code)), waits)
-    assert Command.KILL in world.take(then)
-    assert code or "still running 130 s after process 0 exited" in world.events("hangs")[0]["seen"]
-
-
-def test_pauses_grow_and_progress_resets_them():
-    world = World(nodes=1, restarts=4)
-    pauses = []
-    for _ in range(4):
-        begun, count = world.now, len(world.starts())
-        world.take(*ended((0, -9)))
-        while len(world.starts()) == count:
-            assert world.now < 1000
-            world.take(0.5)
-        pauses.append(world.now - begun)
-    assert pauses == [0, 5, 10, 20]
-    world.take(CheckpointSeen(10), *ended((0, -9)))
-    assert world.events("died")[-1]["done"] == "restart at once"
-
-
-Device = collections.namedtuple("Device", "name process_index")
-Device.__str__ = lambda self: self.name
-
-
-def wrong(processes, hosts=("host0", "host1", "host2")):
-    """The finding in the line of a run that ends because a device of these processes is wrong."""
-    devices = [Device(f"cpu:{2048 * p}", p) for p in processes]
-    found = says(0, f"error: {guard.in_words(devices, hosts)} computes wrongly: it gave other bits")
-    assert found.finding.name == cause.WRONG
-    return found
-
-
-@pytest.mark.parametrize(
-    ("suspects", "out"),
-    [
-        ([0, 0], 0),  # two devices of one process
-        ([2, 3], 1),  # a group on one node
-        ([1, 2], None),  # on two
-        (range(4), None),
-        (range(17), None),  # more than the line names
-        (None, None),  # the line was lost
-        ([9], None),  # a process that is not there
-    ],
-)
-@pytest.mark.parametrize("first", [(0, 1), (1, 0)])
-def test_a_node_is_left_out_only_if_all_suspects_are_on_it(suspects, out, first):
-    """The node whose end was heard first was left out for good where nobody knew the culprit."""
-    world = World(nodes=2, agents=3, each=2)
-    if suspects is not None:
-        world.take(wrong(suspects, ["a-host-of-a-long-name.example.net"] * 20))
-    for node in first:
-        world.take(Exited(node, 2 * node, 5), Exited(node, 2 * node + 1, 5), Ready(node))
-    assert list(world.decider.excluded) == ([] if out is None else [out])
-    (died,) = world.events("died")
-    assert died["node"] == ("" if out is None else f"host{out}")
-    assert died["concluded"] == "a device computes wrongly" and len(world.starts()) == 2
-
-
-BEGUN = Ready(1), Ready(2), Ready(3)
 HUNG = Hung(1, 1, "stands", "first", 5.0)
-BEFORE = {  # a state, by the facts that lead to it
-    "gathering": (),
-    "running": BEGUN,
-    "ending": (*BEGUN, Exited(1, 1, 1)),
-    "dumping": (*BEGUN, HUNG),
-    "killing": (*BEGUN, HUNG, StacksCollected("")),
-    "pausing": (*BEGUN, Exited(1, 1, 4), Ready(1), Exited(0, 0, 4), Ready(0)),
-}
-
-
-@pytest.mark.parametrize("state", BEFORE)
-def test_a_finding_that_excludes_is_remembered_in_whatever_state_it_comes(state):
-    decider, seen = Decider(Rules(2, 4, 2), 0.0), []
-    come = [AgentConnected(node, f"host{node}") for node in range(4)]
-    for fact in (*come, Ready(0), *BEFORE[state]):
-        decider.take(fact, 1.0)
-    assert decider.state == state
-    broken = Finding("gpu uncorrectable memory error", "critical", "exclude", "1 -> 2")
-    rest = BEGUN[1:] if state == "gathering" else ()
-    for number, fact in enumerate([Observed(1, broken), Ready(0), Ready(1), *rest, *[Tick()] * 20]):
-        seen += decider.take(fact, 2.0 + 5 * number)
-    (start,) = [action for action in seen if isinstance(action, Start)]
-    assert 1 not in start.nodes and 1 in decider.excluded
-    (told,) = [a.fields for a in seen if isinstance(a, LogEvent) and a.kind in ("log", "hardware")]
-    assert told["done"]
-
-
-WRONG = Finding(
-    "gpu computes wrongly",
-    "critical",
-    "exclude",
-    "device 3: 1 of 4 numbers is wrong",
-    -1,
-    "device 3",
-)
+DIES = ended((0, -9))
+BROKEN = Observed(1, finding("exclude"))
+WRONG = Finding("gpu computes wrongly", "critical", "exclude", "1 of 4 is wrong", -1, "device 3")
 MISSING = Finding("gpu missing", "critical", "exclude", "7 devices are there, 8 are expected")
 SLOW = Finding("link is slow", "distributed", "warn", "1 GB/s", -1, "node 0-node 1")
+AT_ONCE = {"done": "restart at once"}
+IN_5_S = {"done": "restart in 5 s, with the node: no spare could take its place"}
+LATER = "the next start leaves it out if others suffice"
 # The world, what comes (a number: seconds that pass), the orders, and the events of some kinds.
 SCENES = {
+    "all are done": (
+        {"nodes": 2},
+        [*ended((0, 0), (1, 0))],
+        [Start(1, (0, 1)), EndAll(0, ANY)],
+        {},
+    ),
+    "bad input wants a person": (
+        {"nodes": 2},
+        [*ended((0, 2), (1, 2))],
+        [Start(1, (0, 1)), EndAll(2, ANY)],
+        {},
+    ),
+    "an unhealthy run wants a person": (
+        {"nodes": 2},
+        [*ended((0, 3), (1, 3))],
+        [Start(1, (0, 1)), EndAll(3, ANY)],
+        {},
+    ),
+    "storage is tried once more, after a pause": (
+        {"nodes": 1},
+        [*ended((0, 4)), 29, *DIES, 1, *ended((0, 4))],
+        [Start(1, (0,)), Start(2, (0,)), EndAll(4, ANY)],
+        {"died": [{"done": "restart in 30 s"}, {"done": decide.NEEDS_PERSON}]},
+    ),
+    "a border of phases is a start at once, and costs nothing": (
+        {"nodes": 1, "restarts": 0},
+        [CheckpointSeen(5), *ended((0, 75)), CheckpointSeen(10), *ended((0, 75))],
+        [Start(1, (0,)), Start(2, (0,)), Start(3, (0,))],
+        {"border": [AT_ONCE] * 2},
+    ),
+    "without a newer checkpoint it is none": (
+        {"nodes": 1, "restarts": 1},
+        [CheckpointSeen(5), *ended((0, 75)), *ended((0, 75)), *ended((0, 75))],
+        [Start(1, (0,)), Start(2, (0,)), Start(3, (0,)), EndAll(1, ANY)],
+        {"died": [AT_ONCE, {"done": "ending the run"}]},
+    ),
+    "pauses grow, and it ends with the code that a shell says": (
+        {"nodes": 1, "restarts": 3},
+        [*DIES, *DIES, 5, *DIES, 10, *DIES],
+        [*(Start(number, (0,)) for number in range(1, 5)), EndAll(137, ANY)],
+        {},
+    ),
+    "pauses are waited for": (
+        {"nodes": 1},
+        [*DIES, *DIES, 4.9],
+        [Start(1, (0,)), Start(2, (0,))],
+        {"died": [AT_ONCE, IN_5_S]},
+    ),
+    "progress resets them": (
+        {"nodes": 1, "restarts": 2},
+        [*DIES, *DIES, 5, CheckpointSeen(10), *DIES],
+        [Start(number, (0,)) for number in range(1, 5)],
+        {"died": [AT_ONCE, IN_5_S, AT_ONCE]},
+    ),
+    "who does not end with the others has a moment": (
+        {"nodes": 2},
+        [*ended((0, 1)), 2.9],
+        [Start(1, (0, 1))],
+        {},
+    ),
+    "then it is killed": (
+        {"nodes": 2},
+        [*ended((0, 1)), 3],
+        [Start(1, (0, 1)), Command.KILL, Start(2, (0, 1))],
+        {},
+    ),
+    "who still saves has two minutes": (
+        {"nodes": 2},
+        [*ended((0, 0)), 119],
+        [Start(1, (0, 1))],
+        {},
+    ),
+    "then it hangs": (
+        {"nodes": 2},
+        [*ended((0, 0)), 100, 30],
+        [Start(1, (0, 1)), Command.KILL, Start(2, (0, 1))],
+        {"hangs": [{"seen": "still running 130 s after process 0 exited with code 0"}]},
+    ),
+    "a loss is not told as an agent that did not come": (
+        {"nodes": 3, "absent": [2]},
+        [AgentLost(1, "cut")],
+        [EndAll(1, "1 of 3 nodes are there; lost or left out: node 1")],
+        {},
+    ),
+    # A finding that excludes is remembered in whatever state it comes.
+    "it comes while the run trains": (
+        {"nodes": 2, "agents": 3},
+        [BROKEN],
+        [Start(1, (0, 1)), Command.KILL, Start(2, (0, 2))],
+        {"log": [{"done": "restart"}], "excluded": [{"node": "host1"}]},
+    ),
+    "it comes while others end": (
+        {"nodes": 2, "agents": 3},
+        [Exited(1, 1, 1), BROKEN, Ready(0), Ready(1)],
+        [Start(1, (0, 1)), Start(2, (0, 2))],
+        {"log": [{"done": LATER}], "excluded": [{"node": "host1"}]},
+    ),
+    "it comes while stacks are saved": (
+        {"nodes": 2, "agents": 3},
+        [HUNG, BROKEN, StacksCollected("")],
+        [Start(1, (0, 1)), Command.DUMP_STACKS, Command.KILL, Start(2, (0, 2))],
+        {"log": [{"done": LATER}], "excluded": [{"node": "host1"}]},
+    ),
+    "it comes while all are killed": (
+        {"nodes": 2, "agents": 3, "deaf": [0, 1]},
+        [HUNG, StacksCollected(""), BROKEN, Ready(0), Ready(1)],
+        [Start(1, (0, 1)), Command.DUMP_STACKS, Command.KILL, Start(2, (0, 2))],
+        {"log": [{"done": LATER}], "excluded": [{"node": "host1"}]},
+    ),
+    "it comes before the next start": (
+        {"nodes": 2, "agents": 3},
+        [*ended((0, 4), (1, 4)), BROKEN, 30],
+        [Start(1, (0, 1)), Start(2, (0, 2))],
+        {"log": [{"done": LATER}], "excluded": [{"node": "host1"}]},
+    ),
+    "it comes before all are there": (
+        {"nodes": 2, "agents": 3, "absent": [0, 2]},
+        [BROKEN, AgentConnected(0, "host0"), AgentConnected(2, "host2"), Ready(0), Ready(2)],
+        [Start(1, (0, 2))],
+        {"log": [{"done": LATER}], "excluded": [{"node": "host1"}]},
+    ),
     "a node lost while an unhealthy run ends hides nothing": (
         {"nodes": 3, "agents": 4},
         [*ended((0, 3)), 1, AgentLost(1, "gone")],
