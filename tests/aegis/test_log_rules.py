@@ -155,15 +155,36 @@ def test_harmless_lines_are_passed_over():
     assert not [(line, names(kind, line)) for kind, line in lines("harmless") if names(kind, line)]
 
 
-def test_an_exception_counts_as_the_end_of_a_traceback_alone():
-    line = "ValueError: shapes (3, 4) and (5,) are not the same"
-    assert names("process", line) == []
-    assert names("process", line, ["a text of two lines", "  with a margin"]) == []
-    assert names("process", line, TRACEBACK) == ["program error"]
-    assert names("process", line, [*TRACEBACK, "it was caught, and the program went on"]) == []
-    found = matcher(before=TRACEBACK)
-    assert found.feed(1, line) == []  # another process's
-    assert [f.name for f in found.feed(0, line)] == ["program error"] and found.feed(0, line) == []
+ERROR = "ValueError: shapes (3, 4) and (5,) are not the same"
+TOLD = [(0, 2, line, []) for line in TRACEBACK]
+# What processes print in turn: the process, its stream, the line, and the rules that it fits. An
+# exception counts as the end of a traceback alone.
+TURNS = {
+    "a line by itself": [(0, 2, ERROR, [])],
+    "after other text": [
+        (0, 2, "a text of two lines", []),
+        (0, 2, "  with a margin", []),
+        (0, 2, ERROR, []),
+    ],
+    "the end of a traceback": [*TOLD, (0, 2, ERROR, ["program error"]), (0, 2, ERROR, [])],
+    "one that was caught": [
+        *TOLD,
+        (0, 2, "it was caught, and the program went on", []),
+        (0, 2, ERROR, []),
+    ],
+    "another process's": [*TOLD, (1, 2, ERROR, []), (0, 2, ERROR, ["program error"])],
+    "lines of stdout between": [
+        *(row for told in TOLD for row in (told, (0, 1, "step 4", []))),
+        (0, 2, "ModuleNotFoundError: No module named 'x'", ["software missing"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_an_exception_counts_as_the_end_of_a_traceback_alone(name):
+    matcher = log_rules.Matcher()
+    for process, stream, line, rules in TURNS[name]:
+        assert [found.name for found in matcher.feed(process, line, stream)] == rules
 
 
 def test_a_whole_healthy_run_gives_nothing():
@@ -288,13 +309,8 @@ def test_the_kernel_log_is_read_from_now_on(tmp_path):
     assert [f.device for f in kernel.poll()] == ["0000:02:00.0"]
 
 
-def test_a_disk_is_told_apart_from_the_next_and_a_traceback_by_its_stream():
+def test_a_disk_is_told_apart_from_the_next():
     told = log_rules.Matcher("kernel")
     for disk in ("nvme1", "nvme2"):
         (found,) = told.feed(-1, f"nvme {disk}: controller is down; will reset: CSTS=0xffffffff")
         assert (found.name, found.device) == ("disk error", disk)
-    mixed = log_rules.Matcher()
-    for line in TRACEBACK:
-        assert not mixed.feed(0, line) and not mixed.feed(0, "step 4", stream=1)
-    (found,) = mixed.feed(0, "ModuleNotFoundError: No module named 'x'")
-    assert found.name == "software missing"
