@@ -262,7 +262,7 @@ def products(devices: list, matmul: Callable | None = None) -> list[str]:
     by_device = NamedSharding(Mesh(np.array(devices), ("devices",)), P("devices"))
 
     # One program for all: every device multiplies the same matrices, and compares by itself.
-    def multiply(a, b):
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.matmul(a, b, precision="highest", preferred_element_type=jnp.float32)
 
     program = jax.jit(multiply, in_shardings=(by_device, by_device), out_shardings=by_device)

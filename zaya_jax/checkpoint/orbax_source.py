@@ -115,7 +115,7 @@ class OrbaxSource(ArraySource):
         name = self._names[array.name]
         wanted = np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
-        def only(path, _):
+        def only(path: tuple, _: Any) -> Any:
             return wanted if trees.name_of(path) == name else self._ocp.PLACEHOLDER
 
         if name in self._tree:  # flat, as safetensors are, which take no placeholder

@@ -180,7 +180,7 @@ def reduce_figures(figures: dict[str, float], how: dict[str, Callable]) -> dict[
         _client().key_value_delete(last)
     columns = dict(zip(figures, zip(*every, strict=True), strict=False))
 
-    def joined():
+    def joined() -> dict[str, float]:
         return {name: float(how.get(name, np.mean)(column)) for name, column in columns.items()}
 
     return broadcast_from_zero("figures: joined", joined)

@@ -35,7 +35,7 @@ def batch_like(
     sharding = NamedSharding(setup.mesh, batch_spec(setup.spread))
     shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
 
-    def like(dtype):
+    def like(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     whole = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), like(jnp.int32))

@@ -54,7 +54,7 @@ class Lru[K, V]:
         self._entries: collections.OrderedDict[K, tuple[V, int]] = collections.OrderedDict()
         self._size = 0
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Lru, (self.limit,)
 
     def get(self, key: K) -> V | None:

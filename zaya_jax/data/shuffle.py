@@ -5,6 +5,8 @@ NumPy's own generators promise no fixed stream across versions, and a run that i
 another version must not reshuffle.
 """
 
+from typing import Any
+
 import numpy as np
 
 FEISTEL_ROUNDS = 8  # with four, permutations of a few dozen numbers are biased by up to a third
@@ -54,7 +56,7 @@ def _feistel(values: np.ndarray, round_keys: list[np.ndarray], half: np.ndarray)
     return (left << half) | right
 
 
-def _mix(value):
+def _mix(value: Any) -> Any:
     """The finalising mix of the splitmix64 generator: every input bit changes about half of the
     output's.
 

@@ -164,7 +164,9 @@ def _both_sides(
     )
 
 
-def fill(store: TokenStore, rows: BatchBuilder, row_ids, spans: list[list[Span]]) -> None:
+def fill(
+    store: TokenStore, rows: BatchBuilder, row_ids: Iterable[int], spans: list[list[Span]]
+) -> None:
     """Read these spans and put them into these rows."""
     row_of_span = [row for row, of_row in zip(row_ids, spans, strict=True) for _ in of_row]
     blocks = store.read_spans([span for of_row in spans for span in of_row])

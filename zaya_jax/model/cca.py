@@ -30,7 +30,12 @@ class Conv(nnx.Module):
     """The taps of a causal convolution (the last tap is the current token) and its bias."""
 
     def __init__(
-        self, rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], channels: int, std: float
+        self,
+        rngs: nnx.Rngs,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        channels: int,
+        std: float,
     ):
         self.kernel = weight(rngs, shape, axes, std)
         self.bias = weight(rngs, (channels,), ("packed",), "zeros")
@@ -39,7 +44,7 @@ class Conv(nnx.Module):
 class CCA(nnx.Module):
     """Attention on x [B, S, D] in the compressed space; docs/explain/cca.md has the steps."""
 
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         d, c = model.hidden_size, model.head_dim
         h, k = model.num_attention_heads, model.num_key_value_heads
         std, bias = model.initializer_range, model.attention_bias

@@ -27,7 +27,7 @@ class SelfAttention(nnx.Module):
     """Multi-head or grouped-query attention with rotary positions; q, k and v columns and o rows go
     by head."""
 
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         d, c, std = model.hidden_size, model.head_dim, model.initializer_range
         h, k = model.num_attention_heads, model.num_key_value_heads
         self.q = Linear(rngs, d, h * c, ("embed", "heads"), std, bias=False)
@@ -66,7 +66,7 @@ class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)). Gate and up are two weights, so any cut of the width keeps their
     pairs."""
 
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         d, f, std = model.hidden_size, model.intermediate_size, model.initializer_range
         self.gate = Linear(rngs, d, f, ("embed", "width"), std, bias=False)
         self.up = Linear(rngs, d, f, ("embed", "width"), std, bias=False)
@@ -93,7 +93,7 @@ def _gated(gate, up):
 class DenseLayer(nnx.Module):
     """Attention, then the MLP; each reads a norm of the residual stream and is added to it."""
 
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         self.attention = SelfAttention(rngs, model, precision)
         self.mlp_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)

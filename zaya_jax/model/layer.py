@@ -23,7 +23,7 @@ from zaya_jax.model.weights import PAIR, Join, RMSNorm, weight
 
 
 class Experts(nnx.Module):
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         e, d, f, std = (
             model.num_experts,
             model.hidden_size,
@@ -56,7 +56,7 @@ class Layer(nnx.Module):
     """Attention, then experts; each reads a norm of the residual stream and joins it through its
     own scaling."""
 
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         self.cca = CCA(rngs, model, precision)
         self.attn_join = Join(rngs, model.hidden_size)

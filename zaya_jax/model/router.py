@@ -16,7 +16,7 @@ from zaya_jax.model.weights import Linear, RMSNorm, weight
 
 
 class Router(nnx.Module):
-    def __init__(self, rngs, model: Model, precision: Precision):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         d, r, std = model.hidden_size, model.router_hidden_size, model.initializer_range
         self.down = Linear(rngs, d, r, ("embed", "router"), std, bias=True)
         # Layer 0's scale multiplies a zero stream and is not exported.
@@ -32,7 +32,7 @@ class Router(nnx.Module):
         projected: Float[Array, "N R"],
         stream: Float[Array, "N R"],
         balance: Float[Array, "E1"],
-    ):
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
 
         `projected` is the product of the layer's norm with `down`: the kernel that norms the
@@ -50,5 +50,5 @@ class Router(nnx.Module):
         return choice, gate, logits, stream
 
 
-def _gelu(x):
+def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)

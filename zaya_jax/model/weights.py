@@ -6,6 +6,8 @@ dtype is always float32. `axes` names the meaning of each dimension; the mesh ax
 elsewhere.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -44,7 +46,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        rngs,
+        rngs: nnx.Rngs,
         d_in: int,
         d_out: int,
         axes: tuple[str | None, str | None],
@@ -55,7 +57,9 @@ class Linear(nnx.Module):
         if bias:
             self.bias = weight(rngs, (d_out,), axes[1:], "zeros")
 
-    def __call__(self, x: jax.Array, dtype, out_dtype=None, precision=None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, dtype: Any, out_dtype: Any = None, precision: Any = None
+    ) -> jax.Array:
         out_dtype = out_dtype or dtype
         y = dot(x, self.kernel[...], dtype, out_dtype, precision)
         if hasattr(self, "bias"):
@@ -66,14 +70,14 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale, always in float32."""
 
-    def __init__(self, rngs, dim: int, axis: str, eps: float):
+    def __init__(self, rngs: nnx.Rngs, dim: int, axis: str, eps: float):
         self.scale = weight(rngs, (dim,), (axis,), "ones")
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.eps)
 
-    def norm_and_stream(self, h: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    def norm_and_stream(self, h: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """The norm of the residual stream in `dtype`, and the stream, for the join."""
         return read(h, self.scale[...], self.eps, dtype)
 
@@ -87,7 +91,7 @@ class Join(nnx.Module):
     A gate that comes with y multiplies y's rows.
     """
 
-    def __init__(self, rngs, dim: int):
+    def __init__(self, rngs: nnx.Rngs, dim: int):
         self.y_scale = weight(rngs, (dim,), ("embed",), "ones")
         self.y_bias = weight(rngs, (dim,), ("embed",), "zeros")
         self.h_scale = weight(rngs, (dim,), ("embed",), "ones")
@@ -106,14 +110,14 @@ class Join(nnx.Module):
         y: Float[Array, "B S D"],
         h: Float[Array, "B S D"],
         norm: RMSNorm,
-        dtype,
+        dtype: Any,
         linear: Linear,
-        linear_dtype,
+        linear_dtype: Any,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
         """The residual stream after the join, its norm in `dtype`, and that norm's product with
         the kernel of `linear`, in another `dtype`; one pass over the stream does all three."""
         kernel, scale = linear.kernel[...], norm.scale[...]
         return join_and_read(y, h, self._scales(), scale, kernel, norm.eps, dtype, linear_dtype)
 
-    def _scales(self):
+    def _scales(self) -> Joining:
         return Joining(self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])

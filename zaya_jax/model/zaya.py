@@ -76,7 +76,7 @@ PRODUCT_WEIGHTS = {  # the weights of a layer that are read only in `precision.c
 
 
 class Embed(nnx.Module):
-    def __init__(self, rngs, model: Model):
+    def __init__(self, rngs: nnx.Rngs, model: Model):
         shape = (model.vocab_size, model.hidden_size)
         self.embedding = weight(rngs, shape, ("vocab", "embed"), model.initializer_range)
         self.bias = weight(rngs, shape[1:], ("embed",), "zeros")
@@ -94,7 +94,7 @@ class Embed(nnx.Module):
 class Head(nnx.Module):
     """The tied head's own weights: an optional bias."""
 
-    def __init__(self, rngs, model: Model):
+    def __init__(self, rngs: nnx.Rngs, model: Model):
         self.bias = weight(rngs, (model.vocab_size,), ("vocab",), "zeros")
 
 
