@@ -12,9 +12,10 @@ from zaya_jax import config as config_module
 
 
 def write_run(
-    path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, load_every=1
+    path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, load_every=1, settings=()
 ) -> pathlib.Path:
-    """Writes a workdir of a run: losses fall, one layer starts unbalanced, every file is there."""
+    """Writes a workdir of a run: losses fall, one layer starts unbalanced, every file is there.
+    `settings` are keys of the config's groups."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True, exist_ok=True)
     pull = rng.normal(0, 0.8, (layers, experts + 1))
@@ -55,13 +56,14 @@ def write_run(
                         record["grad_norm"] * (0.2 + 0.2 * i) * rng.lognormal(0, 0.1)
                     )
             file.write(json.dumps(record) + "\n")
-    config = config_module.to_dict(config_module.Config())
-    config["name"] = "tiny"
-    config["model"].update(
-        num_hidden_layers=layers, num_experts=experts, hidden_size=256, vocab_size=257
-    )
-    config["data"].update(seq_len=256, global_batch=16)
-    config["run"]["num_steps"] = steps
+    config = config_module.to_dict(config_module.Config()) | {"name": "tiny"}
+    for group, keys in (
+        ("model", {"num_hidden_layers": layers, "num_experts": experts, "hidden_size": 256}),
+        ("data", {"seq_len": 256, "global_batch": 16}),
+        ("run", {"num_steps": steps}),
+        *dict(settings).items(),
+    ):
+        config[group] = config.get(group, {}) | keys
     (path / "config.json").write_text(json.dumps(config))
     (path / "environment.json").write_text(json.dumps({"device": "2 CPU cores", "jax": "0.12.0"}))
     (path / "sample.txt").write_text(

@@ -1,7 +1,6 @@
 """The page of a run: complete, small, of any subset of the files and metrics that a run may have
 left; its reader: exact in what it keeps, and patient with damaged files."""
 
-import dataclasses
 import json
 import math
 import re
@@ -30,14 +29,6 @@ def with_other_figures(path, figures):
         records[number] |= more
     (path / "metrics.jsonl").write_text(lines(*records))
     return path
-
-
-def with_other_settings(path, groups):
-    """Changes keys of a run's recorded config, by their groups."""
-    config = json.loads((path / "config.json").read_text())
-    for group, keys in groups.items():
-        config[group] = {**config.get(group, {}), **keys}
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def test_report_of_a_run_has_all_its_parts(tmp_path):
@@ -75,18 +66,17 @@ def test_report_of_a_run_has_all_its_parts(tmp_path):
 
 
 def test_of_phases_nothing_is_said_that_only_some_have(tmp_path):
-    path = write_run(tmp_path / "run", 300)
     # phases end the run before, and each has a batch of its own
     phases = [{"tokens": 300 * 16 * 256, "global_batch": 16}]
-    with_other_settings(path, {"run": {"num_steps": 1000}, "schedule": {"phases": phases}})
-    _, text = drawn(path)
+    settings = {"run": {"num_steps": 1000}, "schedule": {"phases": phases}}
+    _, text = drawn(write_run(tmp_path / "run", 300, settings=settings))
     assert "complete" not in text and "planned" not in text and "tokens per step" not in text
 
 
 def test_sample_settings_and_parents_are_shown_and_escaped(tmp_path):
-    path = write_run(tmp_path / "run", 5)
+    settings = {"optim": {"lr": 0.25, "b1": 0.9}, "extra": {"<key>": "\ud800"}}
+    path = write_run(tmp_path / "run", 5, settings=settings)
     (path / "sample.txt").write_text("def <x>('y') & \x07")
-    with_other_settings(path, {"optim": {"lr": 0.25, "b1": 0.9}, "extra": {"<key>": "\ud800"}})
     parent = {"folder": "/runs/<a>", "run": "1", "step": 20, "tokens": 5000}
     changed = {"changed": {"optim.lr": [0.1, 0.2]}}
     (path / "environment.json").write_text(json.dumps({"forked": [parent | changed]}))
@@ -224,35 +214,38 @@ def spent(time, seconds, first, last, **sections):
     )
 
 
-def befallen():
-    """Events of a run that died once, and of a spike."""
-    about = {"node": "node1", "process": 1, "step": 40, "seen": "SIGKILL", "concluded": "disk full"}
-    begun, again = {"start": 1}, {"start": 2}
-    back = {"step": 70, "at": 80, "batches": 6}
-    return [
-        RunEvent("started", 0.0, step=-1, facts=begun),
-        spent(20, 20.0, 0, 0, start=8.0, compile=12.0),
-        spent(90, 70.0, 0, 70, step=60.0, save=6.0, evaluate=4.0),
-        RunEvent("died", 100.0, "critical", **about, done="restart", seconds=3.0, facts=begun),
-        RunEvent("started", 103.0, step=40, facts=again),
-        RunEvent("restarted", 111.0, step=40, seconds=12.0, facts={"stop": 1.0}),
-        spent(123, 20.0, 40, 40, start=8.0, compile=12.0),
-        spent(193, 70.0, 40, 110, step=60.0, save=6.0, evaluate=4.0),
-        RunEvent("spike", 203.0, "numbers", step=80, seen="loss <9.1>", facts=back),
-        RunEvent("ended", 204.0, step=80, facts={"code": 0}),
-    ]
-
-
-def write(folder, found):
-    path = folder / FOLDER / OF_AGENT
-    path.parent.mkdir(parents=True)
-    path.write_text("".join(json.dumps(dataclasses.asdict(event)) + "\n" for event in found))
-    return folder
+SPIKE = {"step": 70, "at": 80, "batches": 6}
+BEFALLEN = [  # a run that died once, and had a spike
+    RunEvent("started", 0.0, step=-1, facts={"start": 1}),
+    spent(20, 20.0, 0, 0, start=8.0, compile=12.0),
+    spent(90, 70.0, 0, 70, step=60.0, save=6.0, evaluate=4.0),
+    RunEvent(
+        "died",
+        100.0,
+        "critical",
+        node="node1",
+        process=1,
+        step=40,
+        seen="SIGKILL",
+        concluded="disk full",
+        done="restart",
+        seconds=3.0,
+        facts={"start": 1},
+    ),
+    RunEvent("started", 103.0, step=40, facts={"start": 2}),
+    RunEvent("restarted", 111.0, step=40, seconds=12.0, facts={"stop": 1.0}),
+    spent(123, 20.0, 40, 40, start=8.0, compile=12.0),
+    spent(193, 70.0, 40, 110, step=60.0, save=6.0, evaluate=4.0),
+    RunEvent("spike", 203.0, "numbers", step=80, seen="loss <9.1>", facts=SPIKE),
+    RunEvent("ended", 204.0, step=80, facts={"code": 0}),
+]
 
 
 def test_tables_are_what_the_account_says(tmp_path):
-    folder = write(write_run(tmp_path / "run", 20), befallen())
-    account = accounts.account_of(befallen())
+    folder = write_run(tmp_path / "run", 20)
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / OF_AGENT).write_text("".join(event.line() for event in BEFALLEN))
+    account = accounts.account_of(BEFALLEN)
     source, text = drawn(folder)[0], supervised.account_text(account)
     part = source[source.index("<h2>Interruptions") :].split("</section>")[0]
     rows, whole = accounts.by_cause(account), duration(account.end - account.begin)
@@ -278,13 +271,13 @@ def lines(*records):
 def test_bins_keep_means_and_extremes():
     values = np.random.default_rng(0).normal(5, 2, 5000)
     series = Series.of(range(1, 5001), values)
-    assert series.mean() == pytest.approx(values.mean(), rel=1e-12)
-    assert (series.least, series.greatest) == (values.min(), values.max())
     bins = series.coarse(10)
     assert len(bins.steps) == 10 and bins.steps == sorted(bins.steps) and bins.counts.sum() == 5000
-    assert (bins.low.min(), bins.high.max()) == (values.min(), values.max())
-    assert bins.means[3] == pytest.approx(values[3 * 512 - 1 : 4 * 512 - 1].mean(), rel=1e-12)
-    assert series.mean(11, 20) == pytest.approx(values[10:20].mean(), rel=1e-12)
+    means = [series.mean(), series.mean(11, 20), bins.means[3]]
+    stretches = [values, values[10:20], values[3 * 512 - 1 : 4 * 512 - 1]]
+    assert means == pytest.approx([stretch.mean() for stretch in stretches], rel=1e-12)
+    extremes = values.min(), values.max()
+    assert (series.least, series.greatest) == (bins.low.min(), bins.high.max()) == extremes
 
 
 def test_what_is_not_finite_is_no_part_of_a_mean():
@@ -312,9 +305,9 @@ def test_arrays_average_over_bins_and_skip_missing_entries():
 def test_the_made_up_run_is_read_whole(tmp_path):
     run = read_workdir(write_run(tmp_path / "run", 50, load_every=5))
     assert (len(run.recorded), run.steps, run.omissions) == (50, (1, 50), [])
+    assert (run.unit, run.name) == ("nats per byte", "tiny")
     assert len(run.vectors["load"].steps) == 10 and run.vectors["load"].shape == (6, 9)
     assert run.series["eval/loss"].finite.size == 8
-    assert (run.unit, run.name) == ("nats per byte", "tiny")
     records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert run.seconds == pytest.approx(sum(r["step_seconds"] for r in records))
     assert run.train_loss == pytest.approx(np.mean([r["loss"] for r in records[-LAST_LOSSES:]]))
