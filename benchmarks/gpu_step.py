@@ -60,21 +60,21 @@ def main() -> int:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """The step's figures, or what its trace says."""
-    here = schedule.phase_config(args.config, schedule.make_plan(args.config).segments[0].phase)
-    layers = args.layers or here.model.num_hidden_layers
-    here = dataclasses.replace(
-        here, model=dataclasses.replace(here.model, num_hidden_layers=layers)
+    config = schedule.phase_config(args.config, schedule.make_plan(args.config).segments[0].phase)
+    layers = args.layers or config.model.num_hidden_layers
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, num_hidden_layers=layers)
     )
-    tiles = chosen.choose_tiles(here, jax.devices()[0])
-    mesh = make_mesh(here.mesh, jax.devices()[:1])
+    tiles = chosen.choose_tiles(config, jax.devices()[0])
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
     sizes = args.sequences * args.micro_batches, args.micro_batches
-    setup = states.set_up(here, mesh)
-    program = measure.lower(here, setup, *sizes).compile()
-    state = [states.init(here, setup)]
-    like = measure.batch_like(here, setup, *sizes)
+    setup = states.set_up(config, mesh)
+    program = measure.lower(config, setup, *sizes).compile()
+    state = [states.init(config, setup)]
+    like = measure.batch_like(config, setup, *sizes)
     given = {
         name: jax.device_put(x.astype(like[name].dtype), like[name].sharding)
-        for name, x in batch(like["tokens"].shape, here.model.vocab_size).items()
+        for name, x in batch(like["tokens"].shape, config.model.vocab_size).items()
     }
 
     def step() -> Any:
@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     if not args.profile:
         taken = timing.time_call(step, args.seconds, queue=False)
         chip = chips.named(jax.devices()[0].device_kind) or "h100"  # the plan beside a CPU's time
-        case = StepCase(here, setup.spread, chip, *sizes)
+        case = StepCase(config, setup.spread, chip, *sizes)
         return {"tiles": tiles.summary, **figures(case, mesh, program, taken)}
     jax.block_until_ready(step())
     with jax.profiler.trace(str(args.profile)):

@@ -371,7 +371,7 @@ def _collectives(figures: Measured) -> Section:
             points = figures.series(name, count, nodes)
             if not points:
                 continue
-            devices, size = _devices(points[0]), binary_size(measured.near(points) or 0)
+            devices, size = _devices(points[0]), binary_size(measured.bytes_near_best(points) or 0)
             rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
             lines.append(_line(devices, color, rates))
             best = max(points, key=lambda c: c.bus_bandwidth)

@@ -173,7 +173,7 @@ def headline(row: dict[str, Any]) -> str:
     time = f", at least {duration(bound['seconds'])} ({bound['binds']} most)" if bound else ""
     return (
         f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic,"
-        f" {row['launches']:,.0f} launches, {number(row['flops'], 3)} FLOPs, {_of_use(row):.0%} of"
+        f" {row['launches']:,.0f} launches, {number(row['flops'], 3)} FLOPs, {_useful_share(row):.0%} of"
         f" use{time}"
     )
 
@@ -258,5 +258,5 @@ def _useful(row: dict[str, Any]) -> float:
     return sum(part["flops_of_use"] for part in row["traffic"])
 
 
-def _of_use(row: dict[str, Any]) -> float:
+def _useful_share(row: dict[str, Any]) -> float:
     return _useful(row) / max(row["flops"], 1)

@@ -192,7 +192,7 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     (tmp_path / "all.json").write_text(measured.to_json(FULL))
     assert measured.load(tmp_path / "all.json") == FULL
     assert FULL.rows_knee() == 256  # the least number at 80% of the best rate
-    assert FULL.nearly_best(["all-gather"]) == 1 << 20  # at 90%, over the largest set
+    assert FULL.bytes_near_best(["all-gather"]) == 1 << 20  # at 90%, over the largest set
     assert FULL.product_knee() == pytest.approx(2 * 64 * 96 * 32 / 1e9)
 
 

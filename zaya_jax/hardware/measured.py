@@ -141,12 +141,12 @@ class Measured:
         series = self.series(name, num_devices, num_nodes)
         return max((c.bus_bandwidth for c in series), default=None)
 
-    def nearly_best(self, names: Iterable[str]) -> int | None:
+    def bytes_near_best(self, names: Iterable[str]) -> int | None:
         """The bytes from which each of these is near its best rate over the largest set."""
         if not self.collectives:
             return None
         largest = max((c.num_devices, c.num_nodes) for c in self.collectives)
-        sizes = [near(self.series(name, *largest)) for name in names]
+        sizes = [bytes_near_best(self.series(name, *largest)) for name in names]
         return max(filter(None, sizes), default=None)
 
     def ring_step(self) -> float | None:
@@ -164,7 +164,7 @@ class Measured:
         return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
 
 
-def near(series: Iterable[CollectiveTiming]) -> int | None:
+def bytes_near_best(series: Iterable[CollectiveTiming]) -> int | None:
     """The bytes from which a collective is within 10% of its best rate."""
     return knee(((c.bytes, c.bus_bandwidth) for c in series), 0.9)
 

@@ -121,7 +121,7 @@ RULES = {
         lambda chip, _: 256 * MIB if chip in MESHED else 128 * MIB,
         "our choice, not measured",
         # arrays that travel together also lie in memory together
-        lambda figures, _: min(figures.nearly_best(COMBINED) or 0, 1024 * MIB) or None,
+        lambda figures, _: min(figures.bytes_near_best(COMBINED) or 0, 1024 * MIB) or None,
         " {:,} bytes",
     ),
     # Of a layer's gradient. While a ring's step inside a node begins, its links carry so many.

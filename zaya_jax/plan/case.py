@@ -24,7 +24,7 @@ from zaya_jax.optim.zero.by_layer import ByLayer
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread
 
-COPY = 2  # bytes of a number of the copies that devices hold of some weights
+COPY_BYTES = 2  # bytes of a number of the copies that devices hold of some weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class StepCase:
         """Bytes of the optimizer's exchange of a bucket, by kind of collective."""
         back = 4  # bytes of a number of an update
         if name in self.layout.copied.values():
-            back = COPY
+            back = COPY_BYTES
         elif self.layout.methods[name] == "muon":
             back = self.muon_itemsize
         return collections.Counter(self.layout.bucket_of[name].traffic(name, back))

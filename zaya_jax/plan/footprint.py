@@ -12,7 +12,7 @@ program has them.
 import dataclasses
 
 from zaya_jax.plan import work
-from zaya_jax.plan.case import COPY, StepCase, itemsize
+from zaya_jax.plan.case import COPY_BYTES, StepCase, itemsize
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "working set", "exchange")
 
@@ -79,7 +79,7 @@ def estimate(case: StepCase) -> Footprint:
     # Of a head in one piece, the table's gradient is computed last of all.
     late = compute * logits if chunks == 1 and not several else 0.0
     # Until the last micro-batch's gradients are there.
-    copies = COPY * work.rounded_numel(case)
+    copies = COPY_BYTES * work.rounded_numel(case)
     moments = {
         "head": {
             "activations": kept,
@@ -109,5 +109,5 @@ def estimate(case: StepCase) -> Footprint:
             "gradients": weights4 + left4,
             "exchange": share + embedding4 + to_owners,
         }
-    weights = weights4 - (4 - COPY) * sum(case.copied_numel.values())
+    weights = weights4 - (4 - COPY_BYTES) * sum(case.copied_numel.values())
     return Footprint({"weights": weights, "optimizer": float(case.optimizer_bytes)}, moments)

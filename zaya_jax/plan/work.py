@@ -21,7 +21,7 @@ from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import MAX_WORD_SHARE
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.parallel import dispatch
-from zaya_jax.plan.case import COPY, StepCase, itemsize
+from zaya_jax.plan.case import COPY_BYTES, StepCase, itemsize
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 Passes = tuple[str, str, float, float]  # see PASSES
@@ -158,7 +158,7 @@ class ScopeWork:
 
 def list_work(case: StepCase) -> list[ScopeWork]:
     """All parts of a step."""
-    parts = [*_layers(case), *_around(case), *_optimizer(case)]
+    parts = [*_layers(case), *_outside_layers(case), *_optimizer(case)]
     return [p for p in parts if p.bytes or p.flops]
 
 
@@ -271,7 +271,7 @@ def _part_of_layers(case: StepCase, name: str, scope: str, times: int) -> Iterat
     sizes = array_bytes(case) | {
         "w4": 4 * weights,
         "w2": itemsize(case.config.precision.compute) * weights,
-        "wh": 4 * weights - (4 - COPY) * copied / case.model.num_hidden_layers,
+        "wh": 4 * weights - (4 - COPY_BYTES) * copied / case.model.num_hidden_layers,
     }
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
@@ -356,7 +356,7 @@ def head_chunks(case: StepCase) -> tuple[int, int]:
     return chunk, -(-n // chunk)
 
 
-def _around(case: StepCase) -> Iterator[ScopeWork]:
+def _outside_layers(case: StepCase) -> Iterator[ScopeWork]:
     """Embedding, head, arrays stacked over the layers, and work without a scope."""
     m, mb, layers = case.model, case.micro_batches, case.model.num_hidden_layers
     b, several, fsdp = itemsize(case.config.precision.compute), mb > 1, case.spread.fsdp
@@ -447,7 +447,7 @@ def _optimizer(case: StepCase) -> Iterator[ScopeWork]:
     others += (4.0 * local + direction_bytes(case)) / case.devices
     if case.devices == 1:
         others += 20.0 * local
-    others += (4.0 + COPY) * rounded_numel(case)
+    others += (4.0 + COPY_BYTES) * rounded_numel(case)
     yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
         launches = 24 if case.devices <= 8 else 160
@@ -483,4 +483,4 @@ def direction_bytes(case: StepCase) -> float:
 def padded_copy_bytes(case: StepCase) -> float:
     """Bytes of new copies that come with padding; others are gathered into their own place."""
     buckets = (case.layout.matrices[name] for name in case.layout.copied.values())
-    return float(sum(COPY * b.local_size for b in buckets if b.padded_rows > b.rows))
+    return float(sum(COPY_BYTES * b.local_size for b in buckets if b.padded_rows > b.rows))
