@@ -16,7 +16,7 @@ from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
-from zaya_jax.plan import footprint, goodput, network, step_time
+from zaya_jax.plan import footprint, goodput, network, step_time, work
 from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
 from zaya_jax.plan.case import StepCase
@@ -120,7 +120,7 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
             "links": step.links,
             "exposed": step.exposed,
         },
-        "work": _work(p),
+        "work": _work(case),
         "flows": [
             {**dataclasses.asdict(flow), "seconds": flow.seconds(case, cluster, rates)}
             for flow in network.flows(case)
@@ -131,12 +131,13 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
     }
 
 
-def _work(p: PlannedPhase) -> list[dict[str, Any]]:
+def _work(case: StepCase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
-    case, rows = p.case, []
+    rows = []
     useful = chips.flops_by_scope(case.model, case.config.data.seq_len)
-    for scope in dict.fromkeys(part.scope for part, _ in p.step.parts):
-        parts = [part for part, _ in p.step.parts if part.scope == scope]
+    every = work.list_work(case)
+    for scope in dict.fromkeys(part.scope for part in every):
+        parts = [part for part in every if part.scope == scope]
         rows.append(
             {
                 "scope": scope,
@@ -302,7 +303,7 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
         for kind, size in memory["at_peak"].items()
     ]
     yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
-    work = [
+    scopes = [
         [
             part["scope"],
             f"{part['launches']:,.0f}",
@@ -312,7 +313,7 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
         ]
         for part in phase["work"]
     ]
-    yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), work)
+    yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), scopes)
     if step["links"]:
         yield Table("Network", NETWORK, [_flow(flow) for flow in phase["flows"]])
         links = [[name, _ms(s), _ms(step["exposed"][name])] for name, s in step["links"].items()]

@@ -32,9 +32,9 @@ class StepTime:
     by_kind: dict[str, float]  # products, HBM, launches, links
     links: dict[str, float]  # each kind of collective as long as it takes
     exposed: dict[str, float]  # the part of it that no kernel covers
-    parts: tuple[tuple[work.ScopeWork, float], ...]  # with its seconds
-    flops: float  # useful ones of a device, by the model's formula
-    peak: float  # FLOP/s of the chip, for most products
+    ideal: (
+        float  # of the useful FLOPs, by the model's formula, at the chip's peak for most products
+    )
 
     @property
     def seconds(self) -> float:
@@ -44,7 +44,7 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """Useful FLOPs over the peak."""
-        return self.flops / self.seconds / self.peak
+        return self.ideal / self.seconds
 
 
 class PartTime(NamedTuple):
@@ -70,21 +70,21 @@ def estimate(case: StepCase, cluster: Cluster, rates: Rates) -> StepTime:
     """The time of a case's step."""
     by_scope: dict[str, float] = {}
     by_kind = dict.fromkeys(("products", "HBM", "launches", LINKS), 0.0)
-    parts = []
+    packing = 0.0  # seconds: rows into buckets and out of them again
     for part in work.list_work(case):
         took = part_time(part, case, rates)
-        parts.append((part, took.seconds))
         if part.scope == "optimizer/exchange":  # its passes over HBM belong to its collectives
+            packing = took.seconds
             continue
         # A product computes while it reads and writes: the longer of the two counts.
         by_kind["products" if took.computing >= took.moving else "HBM"] += took.products
         by_kind["HBM"] += took.others
         by_kind["launches"] += took.launches
         by_scope[part.scope] = by_scope.get(part.scope, 0.0) + took.seconds
-    links, exposed = _communication(case, cluster, rates, parts, by_scope)
+    links, exposed = _communication(case, cluster, rates, packing, by_scope)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.config.data.seq_len) * case.tokens_per_device
-    return StepTime(by_scope, by_kind, links, exposed, tuple(parts), useful, _peak(case))
+    return StepTime(by_scope, by_kind, links, exposed, useful / _peak(case))
 
 
 def part_time(part: work.ScopeWork, case: StepCase, rates: Rates) -> PartTime:
@@ -123,11 +123,7 @@ def seconds_between(
 
 
 def _communication(
-    case: StepCase,
-    cluster: Cluster,
-    rates: Rates,
-    parts: list[tuple[work.ScopeWork, float]],
-    by_scope: Mapping[str, float],
+    case: StepCase, cluster: Cluster, rates: Rates, packing: float, by_scope: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each kind of collective, and the part that nothing covers."""
     taken: dict[str, float] = {}
@@ -137,10 +133,9 @@ def _communication(
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
         if flow.what == network.UPDATES:
             longest = max(longest, seconds)
-    for part, seconds in parts:
-        if part.scope == "optimizer/exchange":  # rows into buckets and out of them again
-            for what in (network.GRADIENTS, network.UPDATES):
-                taken[what] = max(taken.get(what, 0.0), seconds / 2)
+    if packing:
+        for what in (network.GRADIENTS, network.UPDATES):
+            taken[what] = max(taken.get(what, 0.0), packing / 2)
     exposed, overlap = dict(taken), rates.overlap.value
     if network.UPDATES in taken:
         others = max(taken[network.UPDATES] - longest, 0.0)
