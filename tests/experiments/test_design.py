@@ -34,17 +34,12 @@ def ask_for(**changes) -> search.Ask:
 
 
 @pytest.fixture(scope="module")
-def ask():
-    """Three widths, two parts and four numbers of experts."""
+def result():
+    """Of three widths, two parts and four numbers of experts, which further searches have too."""
     with pytest.MonkeyPatch.context() as patch:
         for name, values in SMALL.items():
             patch.setattr(search, name, values)
-        yield ask_for()
-
-
-@pytest.fixture(scope="module")
-def result(ask):
-    return page.compare(ask, RATES)
+        yield page.compare(ask_for(), RATES)
 
 
 def sizes(row):
@@ -161,9 +156,10 @@ def test_any_number_of_devices_trains_at_any_context(devices, context, parts):
     given = ask_for(devices=devices, context=context)
     way = next(search.ways(given, 16))
     assert way["mesh.context"] == parts
-    config = search.configured(search.settings_of(search.base_shape(given), way))
-    (segment,) = schedule.make_plan(config_lib.check(config)).segments
-    *_, sequences, _ = recipe.place_segment(config_lib.check(config), segment, devices)
+    settings = search.settings_of(search.base_shape(given), way)
+    config = config_lib.check(search.configured(settings))
+    (segment,) = schedule.make_plan(config).segments
+    *_, sequences, _ = recipe.place_segment(config, segment, devices)
     assert sequences == way["data.global_batch"]
 
 
@@ -179,7 +175,7 @@ def test_the_picture_is_whole_and_no_two_labels_overlap(result):
         assert r1 <= l2 or r2 <= l1 or b1 <= t2 or b2 <= t1
 
 
-def test_nothing_near_the_budgets_is_one_line(ask):
+def test_nothing_near_the_budgets_is_one_line(result):
     check_refused("0 shapes are near that", page.compare, ask_for(total=61e6), RATES)
 
 

@@ -146,31 +146,42 @@ def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
     assert over[:2] == alone[:2] == (0, alone[1]) and re.fullmatch(CACHE, over[2])
 
 
-def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
-    def talk(given):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
-        return run(f"--model={workdir}", "--chat", "--num_tokens=5")
+LINE = "[a-z]{5}\n"
 
-    code, out, err = talk("h\u00e9?\n\nno".encode())
-    assert code == 0 and re.fullmatch(CACHE, err)
-    assert re.fullmatch(r"([a-z]{5}\n){2}", out)
-    assert talk(b"")[:2] == (0, "")
-    code, out, err = talk(b"hi\ncaf\xe9\n")
-    assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
-    code, out, err = talk(b"hi\n" + b"x" * 60)
-    assert (
-        code == 2
-        and "line 2 of the input: this turn alone has 80 tokens, and there is room for 59 beside"
-        in err
-    )
-    # Three turns fill the context: the first is left out, and the rest of the conversation goes on.
-    code, out, err = talk(b"one\ntwo\nthree\n/reset\none\n")
-    first, *_, again = out.splitlines()
-    assert (
-        code == 0
-        and "note: the model does not see the 2 oldest turns any more" in err
-        and again == first
-    )
+
+@pytest.mark.parametrize(
+    ("given", "code", "answers", "said"),
+    [
+        ("h\u00e9?\n\nno".encode(), 0, LINE * 2, CACHE),
+        (b"", 0, "", ""),
+        (
+            b"hi\ncaf\xe9\n",
+            2,
+            LINE,
+            CACHE + r"error: line 2 of the input is not UTF-8 \(byte 0xe9 at 3\).*",
+        ),
+        (
+            b"hi\n" + b"x" * 60,
+            2,
+            LINE,
+            CACHE + "error: line 2 of the input: this turn alone has 80 tokens, and there is room"
+            " for 59 beside.*",
+        ),
+        # Three turns fill the context: the first is left out, and the rest of the conversation
+        # goes on; after a reset its answer is the same again.
+        (
+            b"one\ntwo\nthree\n/reset\none\n",
+            0,
+            rf"(?P<first>{LINE})({LINE}){{2}}(?P=first)",
+            CACHE + "note: the model does not see the 2 oldest turns any more\n",
+        ),
+    ],
+)
+def test_it_talks_until_the_input_ends(run, workdir, monkeypatch, given, code, answers, said):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    found, out, err = run(f"--model={workdir}", "--chat", "--num_tokens=5")
+    assert found == code and re.fullmatch(answers, out)
+    assert re.fullmatch(said, err, re.DOTALL)
 
 
 @pytest.mark.parametrize(
