@@ -25,6 +25,7 @@ from zaya_jax.progress import Progress
 from zaya_jax.pytorch import any_model
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
+from zaya_jax.text.tokenizers import Tokenizer
 
 # of lm-eval
 CHAT_OPTIONS = ("apply_chat_template", "system_instruction", "fewshot_as_multiturn", "gen_kwargs")
@@ -71,18 +72,19 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     model = library.load(args.model, mesh=args.mesh, dtype=args.dtype, **cli.own_parts(args))
     if model.tokenizer is None:
         raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
+    tokenizer = model.tokenizer
     longest = model.config.model.max_position_embeddings
     # By default the longest windows of the run's own evaluations.
     phases = [segment.phase for segment in schedule.make_plan(model.config).segments]
     usual = max(phase.eval_seq_len for phase in phases)
     context = min(args.context or usual, longest)
-    notes = option_notes(args, model, tasks)
+    notes = option_notes(args, longest, tokenizer)
     skipped: list[str] = []
     data = {
         name: loss_on(model, name, documents, context, args.tokens)
-        for name, documents in sources(model, args, tasks, skipped)
+        for name, documents in sources(model, tokenizer, args, skipped)
     }
-    not_finite = [name for name, loss in data.items() if not math.isfinite(loss.loss)]
+    not_finite = [name for name, figures in data.items() if not math.isfinite(figures["loss"])]
     if not_finite:
         notes.append(f"No finite loss, null in evaluation.json: {', '.join(not_finite)}.")
     if skipped:
@@ -117,7 +119,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         "compute": model.config.precision.compute,
         "seconds": time.perf_counter() - began,
         "context": context,
-        "data": {name: loss.figures() for name, loss in data.items()},
+        "data": data,
         "tasks": harness.figures(task_results),
         "notes": notes,
     }
@@ -128,19 +130,15 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     return cli.DONE
 
 
-def option_notes(
-    args: argparse.Namespace, model: library.LanguageModel, tasks: list[str]
-) -> list[str]:
+def option_notes(args: argparse.Namespace, longest: int, tokenizer: Tokenizer) -> list[str]:
     """What the options have decided, for the report."""
-    assert model.tokenizer is not None
     notes = [f"Options: {shlex.join(sys.argv[1:])}"]
-    longest = model.config.model.max_position_embeddings
     if args.context and args.context > longest:
         notes.append(
             f"--context={args.context} is above the model's {longest} tokens: {longest} are used."
         )
-    begins_with_bos = model.tokenizer.adds_bos if args.bos is None else args.bos
-    if tasks and begins_with_bos:
+    begins_with_bos = tokenizer.adds_bos if args.bos is None else args.bos
+    if args.tasks and begins_with_bos:
         notes.append("Tasks' texts begin with the begin of document.")
     return notes
 
@@ -164,31 +162,28 @@ def save(out: Path, page: Page, result: dict[str, Any], task_results: dict[str, 
 
 
 def sources(
-    model: library.LanguageModel, args: argparse.Namespace, tasks: list[str], skipped: list[str]
+    model: library.LanguageModel, tokenizer: Tokenizer, args: argparse.Namespace, skipped: list[str]
 ) -> Iterator[tuple[str, Iterator[texts.ScoredDocument]]]:
     """The rows of the table: each --data; without --data and tasks the held-out part of each source
     of the run."""
-    assert model.tokenizer is not None
-    tokenizer = model.tokenizer
     for path in args.data or []:
         field = args.text_field or "text"
         yield path, texts.documents(path, tokenizer, field, args.limit, skipped.append)
-    if not args.data and not tasks:
-        _require_its_data(model)
+    if not args.data and not args.tasks:
+        _require_its_data(model, tokenizer)
         for path in mix.plan_sources(model.config)[0]:
             documents = texts.held_out(model.config, path, tokenizer, args.limit)
             yield f"{path}, held out", documents
 
 
-def _require_its_data(model: library.LanguageModel) -> None:
+def _require_its_data(model: library.LanguageModel, tokenizer: Tokenizer) -> None:
     """UserError if a run's sources differ from those its checkpoint was trained on: its held-out
     text is then unknown."""
-    assert model.tokenizer is not None
     folder, step = any_model.resolve(model.source)
     meta = source.read_meta(folder, step or 0)
     try:
         if "data" in meta:  # else it came from elsewhere and was not trained here
-            pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])
+            pipeline.train_stream(model.config, tokenizer).set_state(meta["data"])
     except UserError:
         raise UserError(
             f"--model={model.source} was trained on other data than its sources now have, so its"
@@ -202,13 +197,13 @@ def loss_on(
     documents: Iterator[texts.ScoredDocument],
     context: int,
     tokens: int,
-) -> texts.Loss:
-    """The loss on some documents; process 0 says how far it is."""
+) -> dict[str, Any]:
+    """The figures of some documents; process 0 says how far it is."""
     with Progress(desc=name, unit=" tokens", leave=False, disable=not multihost.is_writer()) as bar:
-        loss = texts.evaluate(scorer.Scorer(model, tokens), documents, context, bar.update)
-    if not loss.tokens:
+        figures = texts.evaluate(scorer.Scorer(model, tokens), documents, context, bar.update)
+    if not figures["tokens"]:
         raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
-    return loss
+    return figures
 
 
 def document(result: dict[str, Any]) -> Page:

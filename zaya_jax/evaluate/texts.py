@@ -1,7 +1,7 @@
 """The loss on text: files that prepare_data takes, prepared data, or a run's held-out part.
 
-    loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
-    loss.figures()     loss, perplexity, bits_per_byte, by_position, ...
+    figures = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
+    figures["loss"]     and perplexity, bits_per_byte, by_position, ...
 
 A document is a row of tokens with its begin and end, as in training; every token except the first
 is predicted, in a chat only the answers. A document longer than the context is read in windows that
@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class ScoredDocument:
 
 
 @dataclasses.dataclass
-class Loss:
+class _Sums:
     """Sums over predicted tokens. Buckets are of 1, 2 to 3, 4 to 7, ... tokens before."""
 
     documents: int = 0
@@ -55,37 +56,24 @@ class Loss:
         self.tokens_in += np.bincount(buckets, minlength=BUCKETS)
         self.nats_in -= np.bincount(buckets, log_probs, minlength=BUCKETS)
 
-    @property
-    def tokens(self) -> int:
-        """All of them."""
-        return int(self.tokens_in.sum())
-
-    @property
-    def nats(self) -> float:
-        """Of all tokens."""
-        return float(self.nats_in.sum())
-
-    @property
-    def loss(self) -> float:
-        """Nats a token."""
-        return self.nats / self.tokens if self.tokens else math.nan
-
-    def figures(self) -> dict:
+    def figures(self) -> dict[str, Any]:
         """All figures, for JSON."""
+        tokens, nats = int(self.tokens_in.sum()), float(self.nats_in.sum())
+        loss = nats / tokens if tokens else math.nan
         by_position = []
         for bucket in np.flatnonzero(self.tokens_in).tolist():
-            tokens = int(self.tokens_in[bucket])
-            loss = float(self.nats_in[bucket] / tokens)
             first, last = 1 << bucket, (2 << bucket) - 1
-            by_position.append({"from": first, "to": last, "tokens": tokens, "loss": loss})
+            count = int(self.tokens_in[bucket])
+            mean = float(self.nats_in[bucket] / count)
+            by_position.append({"from": first, "to": last, "tokens": count, "loss": mean})
         return {
             "documents": self.documents,
-            "tokens": self.tokens,
+            "tokens": tokens,
             "bytes": self.bytes,
-            "loss": self.loss,
-            "perplexity": math.exp(min(self.loss, 700.0)),
-            "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
-            "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700.0)),
+            "bits_per_byte": nats / math.log(2) / self.bytes if self.bytes else None,
+            "accuracy": self.likeliest / tokens if tokens else math.nan,
             "by_position": by_position,
         }
 
@@ -189,30 +177,30 @@ def evaluate(
     documents: Iterable[ScoredDocument],
     context: int,
     on_tokens: Callable[[int], object] = lambda tokens: None,
-) -> Loss:
-    """The loss over documents; `on_tokens` is called with the number of tokens of each batch."""
+) -> dict[str, Any]:
+    """The figures of documents; `on_tokens` is called with the number of tokens of each batch."""
 
     def report(batch: list[TokenRow]) -> None:
         on_tokens(sum(len(row.ids) - row.first for row in batch))
 
-    loss = Loss()
-    rows = _rows(documents, context, loss)
-    for some in itertools.batched(rows, max(TOKENS_AT_A_TIME // context, 1)):
-        scores = scorer([row for row, *_ in some], report)
-        for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
+    sums = _Sums()
+    rows = _rows(documents, context, sums)
+    for portion in itertools.batched(rows, max(TOKENS_AT_A_TIME // context, 1)):
+        scores = scorer([row for row, *_ in portion], report)
+        for (_, first, mask), (log_probs, likeliest) in zip(portion, scores, strict=True):
             positions = np.arange(first, first + len(mask))
-            loss.add(positions[mask], log_probs[mask], likeliest[mask])
-    return loss
+            sums.add(positions[mask], log_probs[mask], likeliest[mask])
+    return sums.figures()
 
 
 def _rows(
-    documents: Iterable[ScoredDocument], context: int, loss: Loss
+    documents: Iterable[ScoredDocument], context: int, sums: _Sums
 ) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
     """(row, the position in its document of the row's first scored token, a mask of the predicted
     ones among the scored)."""
     for document in documents:
-        loss.documents += 1
-        loss.bytes += document.bytes
+        sums.documents += 1
+        sums.bytes += document.bytes
         for begin, end, first in windows(len(document.tokens), context):
             mask = document.predicted[first:end]
             if mask.any():
