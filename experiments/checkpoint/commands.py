@@ -1,7 +1,6 @@
 """The commands of `experiments.checkpoint`."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -10,7 +9,7 @@ from experiments.checkpoint.page import checkpoints_document, steps_table
 from zaya_jax import cli
 from zaya_jax.checkpoint import source
 from zaya_jax.checkpoint.run import look, timings
-from zaya_jax.checkpoint.vault import Vault, vault_at
+from zaya_jax.checkpoint.vault import vault_of
 from zaya_jax.config import UserError
 from zaya_jax.pytorch import adapters, exchange, hub
 from zaya_jax.pytorch.card import PLACEHOLDER, Publication
@@ -65,10 +64,8 @@ def arrays_table(seen: look.Summary) -> Table:
 
 def verify(args: Any) -> int:
     """A line for each step, and one for each damage."""
-    copies = vault_at(args.workdir)
-    vault = copies or Vault(Path(args.workdir).absolute() / "checkpoints")
-    # In a workdir a folder without a list is damaged: it gets its name with the list in it.
-    listed = vault.steps if copies else vault.numbered
+    vault, workdir = vault_of(args.workdir)
+    listed = vault.numbered if workdir else vault.steps
     steps = listed()
     chosen = source.choose_step(args.workdir, steps, args.step)
     if args.step is not None:
@@ -85,7 +82,7 @@ def verify(args: Any) -> int:
         for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)
-    for name in copies.unfinished() if copies else ():
+    for name in () if workdir else vault.unfinished():
         print(f"{name}: its upload has not ended")
     if damaged:
         print(f"error: {damaged} of {len(steps)} checkpoints damaged", file=sys.stderr)

@@ -30,9 +30,8 @@ from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import boxes, folders, layout, reading
 from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.layout import Box, StoredArray
-from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.storage import FileError, for_each
-from zaya_jax.checkpoint.vault import StepName, Vault, vault_at
+from zaya_jax.checkpoint.vault import StepName, Vault, vault_of
 from zaya_jax.config import Config, Model, StorageError, UserError, fields, shown
 
 
@@ -124,23 +123,19 @@ class SealedSource(ArraySource):
         location, step = split_step(location, step)
         super().__init__(location)
         self._vault, self._step_name, self.workdir = _locate(location, step)
-        seal = self._read_seal()
-        self.files = seal.files
-        self.run = seal.run or ""
-        self.step = seal.step
-        self.name = f"step {self.step} of {location}"
-
-    def _read_seal(self) -> Seal:
-        """Its seal; StorageError with a way out if that is damaged."""
         try:
-            return self._vault.read_seal(self._step_name)
+            seal = self._vault.read_seal(self._step_name)
         except FileError as error:
             if not self.workdir:
                 raise
             raise StorageError(
                 f"{error}; `python -m experiments.checkpoint verify` lists it all, and"
-                f" {self.location}@STEP is another step"
+                f" {location}@STEP is another step"
             ) from None
+        self.files = seal.files
+        self.run = seal.run or ""
+        self.step = seal.step
+        self.name = f"step {self.step} of {location}"
 
     def _read_json(self, name: str) -> dict[str, Any]:
         """A small file; StorageError if it is damaged."""
@@ -171,22 +166,19 @@ class SealedSource(ArraySource):
 def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Path | None]:
     """(the vault, the checkpoint in it, the workdir) at a location, which is one of
 
-    - an address or a folder of steps; by default its newest complete step, since an upload may be
-      under way;
     - the folder of one checkpoint;
-    - a workdir; by default its highest-numbered step, as for a run that resumes. Folders are
-      renamed into place with their seal inside, so one without a seal is damaged; silently using an
-      older step would load a different model.
+    - an address or a folder of steps; by default its newest complete step;
+    - a workdir; by default its highest-numbered step, as for a run that resumes: silently using an
+      older one than a damaged step would load a different model.
     """
-    if vault := vault_at(location):
-        return vault, choose_step(location, vault.steps(), step), None
     folder = Path(location).absolute()
     if (folder / layout.SEAL_FILE).is_file():
         vault = Vault(folder.parent)
         numbers = folders.steps_of([folder.name])
         return vault, numbers[0] if numbers and vault.owner() else folder.name, None
-    vault = Vault(folder / "checkpoints")
-    return vault, choose_step(location, vault.numbered(), step), folder
+    vault, workdir = vault_of(location)
+    steps = vault.numbered() if workdir else vault.steps()
+    return vault, choose_step(location, steps, step), workdir
 
 
 def model_at(config: Config, step: int) -> Model:
@@ -196,16 +188,16 @@ def model_at(config: Config, step: int) -> Model:
     return schedule.phase_config(config, schedule.phase_at(config, step)).model
 
 
-def model_differences(there: Model | None, here: Model) -> list[str]:
+def model_differences(theirs: Model | None, ours: Model) -> list[str]:
     """Describes config keys that make the same weights compute something different here; empty if
     the other model is unknown."""
-    if there is None:
+    if theirs is None:
         return []
-    theirs, ours = (trees.flat(_keys_that_matter(model)) for model in (there, here))
+    there, here = trees.flat(_keys_that_matter(theirs)), trees.flat(_keys_that_matter(ours))
     return [
-        f"config.model.{key} {theirs.get(key)!r} there, {ours.get(key)!r} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
+        f"config.model.{key} {there.get(key)!r} there, {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
     ]
 
 
@@ -214,10 +206,14 @@ def _keys_that_matter(model: Model) -> dict[str, Any]:
     keys = config_lib.to_dict(model) | {"layer_types": ", ".join(model.kinds)}
     ropes = keys["rope_parameters"].items()
     keys["rope_parameters"] = {kind: rope for kind, rope in ropes if kind in model.kinds}
-    others = ["initializer_range", "max_position_embeddings"]
+    without_effect = ["initializer_range", "max_position_embeddings"]
     if "hybrid_sliding" not in model.kinds:
-        others.append("sliding_window")
-    return {k: x for k, x in keys.items() if k not in others and not k.endswith("_token_id")}
+        without_effect.append("sliding_window")
+    return {
+        name: x
+        for name, x in keys.items()
+        if name not in without_effect and not name.endswith("_token_id")
+    }
 
 
 def choose_step(location: str | os.PathLike, steps: Sequence[int], step: int | None) -> int:
@@ -225,8 +221,8 @@ def choose_step(location: str | os.PathLike, steps: Sequence[int], step: int | N
     if not steps:
         raise UserError(f"{location} has no checkpoint; train first, or give a run's folder")
     if step not in (None, *steps):
-        others = ", ".join(map(str, steps))
-        raise UserError(f"{location} has no checkpoint of step {shown(step)}; it has {others}")
+        present = ", ".join(map(str, steps))
+        raise UserError(f"{location} has no checkpoint of step {shown(step)}; it has {present}")
     return steps[-1] if step is None else step
 
 

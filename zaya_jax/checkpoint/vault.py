@@ -221,14 +221,17 @@ class Vault:
         self.storage.delete([f"{step}/{name}" for name in names])
 
 
-def vault_at(location: str | Path) -> Vault | None:
-    """The vault at an address, or in a folder of steps; None for a workdir or anything else."""
-    folder = Path(location)
-    if "://" in str(location):
-        return Vault(location)
-    if folders.steps_in(folder) and not (folder / "checkpoints").is_dir():
-        return Vault(location)
-    return None
+def vault_of(location: str | Path) -> tuple[Vault, Path | None]:
+    """(the vault at an address, in a folder of steps or in a workdir; this workdir).
+
+    In a workdir folders are renamed into place with their seal inside, so one without a seal is
+    damaged; elsewhere it may be an upload under way.
+    """
+    folder = Path(location).absolute()
+    has_steps = bool(folders.steps_in(folder)) and not (folder / "checkpoints").is_dir()
+    if "://" in str(location) or has_steps:
+        return Vault(location), None
+    return Vault(folder / "checkpoints"), folder
 
 
 def _describe(error: FileError) -> str:
