@@ -229,14 +229,14 @@ def check_zaya(model: Model, where: object) -> None:
         )
 
 
-def _rope_from_json(given: dict | None) -> dict:
+def _rope_from_json(ropes: dict | None) -> dict:
     """A rotary embedding for each layer kind, with their defaults; `check_model` finds what is
     unknown."""
-    if given is None:
+    if ropes is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
     defaults = {"rope_type": "default", "partial_rotary_factor": 1.0}
     # some files have one next to the kinds
-    kinds = {kind: rope for kind, rope in given.items() if kind != "rope_type"}
+    kinds = {kind: rope for kind, rope in ropes.items() if kind != "rope_type"}
     return {
         kind: defaults | rope if isinstance(rope, dict) else rope for kind, rope in kinds.items()
     }

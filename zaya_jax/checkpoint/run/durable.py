@@ -38,7 +38,7 @@ class Durable:
         self._root = root
         self._keys = keys
         self._say = say
-        self._here = Vault(root)
+        self._local = Vault(root)
         self._option = f"config.checkpoint.durable={keys.durable}"
         if self.vault.storage.folder:
             with fields.naming("config.checkpoint.durable"):
@@ -133,9 +133,9 @@ class Durable:
             # First the set, then the folder: otherwise a step that another thread saves and adds in
             # between would be taken for one that is gone.
             waiting = set(self._waiting)
-            here = set(folders.numbered(self._root))  # without those that the rules have deleted
-            self._copying = max(waiting & here, default=None)
-            self._waiting -= (waiting - here) | {self._copying}
+            local = set(folders.numbered(self._root))  # without those that the rules have deleted
+            self._copying = max(waiting & local, default=None)
+            self._waiting -= (waiting - local) | {self._copying}
             return self._copying
 
     def _missing(self) -> list[int]:
@@ -151,7 +151,7 @@ class Durable:
         """A step's seal; that of its copy, if the one here is damaged: then a whole copy stays as
         it is."""
         try:
-            return self._here.read_seal(step)
+            return self._local.read_seal(step)
         except (StorageError, UserError) as error:
             self._say(
                 f"WARNING: {error}; it is neither read nor copied: move it away, or restore it"
@@ -190,7 +190,7 @@ class Durable:
         if action == "skip":
             return error
         if action == "replace":  # never a complete copy with a damaged one
-            damages = self._here.verify_together(step, "before a copy is replaced")
+            damages = self._local.verify_together(step, "before a copy is replaced")
             if damages:
                 return f"{self._root / str(step)} is damaged: {damages[0]}"
             if error := run_in_all_then_zero(
@@ -199,11 +199,13 @@ class Durable:
                 return error
 
         def send_files() -> None:
-            names = my_files(self._here.read_seal(step).files)
-            self._here.copy(step, names, self.vault)
+            names = my_files(self._local.read_seal(step).files)
+            self._local.copy(step, names, self.vault)
 
         error = run_in_all_then_zero(
-            "copy sent", send_files, lambda _: self.vault.complete(step, self._here.read_seal(step))
+            "copy sent",
+            send_files,
+            lambda _: self.vault.complete(step, self._local.read_seal(step)),
         )
         if not error and multihost.is_writer():
             self._remove_obsolete()
@@ -305,7 +307,7 @@ class Durable:
         def fetch_files() -> str | None:  # damage is returned: from an error only its text remains
             try:
                 names = my_files(self.vault.read_seal(step).files)
-                self.vault.copy(step, names, self._here, folder.name)
+                self.vault.copy(step, names, self._local, folder.name)
             except FileError as damage:
                 return str(damage)
             return None

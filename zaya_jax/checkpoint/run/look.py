@@ -83,9 +83,9 @@ def remarks(workdir: str | Path, summaries: list[Summary], damaged: list[int]) -
         "Saved after an update that was skipped or not finite": unsound,
         "Saved among losses or gradients that were too high": suspicious,
     }
-    folders_there = sorted(path.name for path in (Path(workdir) / "checkpoints").iterdir())
+    folder_names = sorted(path.name for path in (Path(workdir) / "checkpoints").iterdir())
     for meaning, prefixes in OTHER_FOLDERS.items():
-        names[meaning] = [name for name in folders_there if name.startswith(prefixes)]
+        names[meaning] = [name for name in folder_names if name.startswith(prefixes)]
     return [f"{what}: {', '.join(which)}." for what, which in names.items() if which]
 
 

@@ -272,8 +272,8 @@ class Store:
         if self.root in _begun:
             _begun[self.root].wait_for_save()
         _begun[self.root] = self
-        there = multihost.broadcast_from_zero("there", functools.partial(self._prepare, decisions))
-        newest = self._newest_whole(there)
+        copies = multihost.broadcast_from_zero("there", functools.partial(self._prepare, decisions))
+        newest = self._newest_whole(copies)
         if self.durable:
             self.durable.enqueue_all()  # after the check: a damaged step is not copied
         return newest
@@ -288,19 +288,19 @@ class Store:
         self._tidy()
         file = self.root.parent / retention.DECISIONS_FILE
         stale = retention.find_stale(Vault(self.root), decisions, file)
-        there = []
+        copies = []
         if self.durable:
             # Without a step here any run's copies will do: the run takes the name of their place, too.
             run = folders.run_of(self.root) if self.steps() else ""
             local_steps = [step for step in self.steps() if step not in stale]
-            there = self.durable.find_steps(run, local_steps, decisions, file, self._check_meta)
+            copies = self.durable.find_steps(run, local_steps, decisions, file, self._check_meta)
         if stale:
             folders.rename_stale(self.root, stale, len(decisions))
             self._say(
                 f"set aside as {self.root}/{folders.STALE}{len(decisions)}-*: step"
                 f" {', '.join(map(str, stale))}, of a past that was given up"
             )
-        return there
+        return copies
 
     def _tidy(self) -> None:
         """Removes half-written folders, and gives the run its name."""
@@ -320,15 +320,15 @@ class Store:
                 " file there away"
             ) from None
 
-    def _newest_whole(self, there: list[int]) -> int | None:
+    def _newest_whole(self, copies: list[int]) -> int | None:
         """The newest step that is whole, here or as a copy, which is fetched. Newer ones, which are
         damaged, are set aside, or end the start."""
         # A folder that has a step's name and no seal is a damaged one: it got its name with the
         # seal in it.
-        here = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
-        steps = sorted({*here, *there}, reverse=True)
+        local = multihost.broadcast_from_zero("here", lambda: folders.numbered(self.root))
+        steps = sorted({*local, *copies}, reverse=True)
         for step in steps:
-            why = self._damage(step) if step in here else f"step {step} is not here"
+            why = self._damage(step) if step in local else f"step {step} is not here"
             if why and self.durable:
                 error = self.durable.fetch(step, why)
                 why = f"{why}; its copy: {error}" if error else self._damage(step)
