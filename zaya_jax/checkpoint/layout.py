@@ -272,13 +272,10 @@ def factored(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
     sizes: dict[str, int] = {}
     names: dict[str, tuple[str, ...]] = {}
     for axis, size in mesh.shape.items():
-        factors = []
-        n = 2
+        factors: list[int] = []
         while size > 1:
-            while size % n == 0:
-                factors.append(n)
-                size //= n
-            n += 1
+            factors.append(next(n for n in range(2, size + 1) if size % n == 0))
+            size //= factors[-1]
         names[axis] = tuple(f"{axis}/{i}" for i in range(len(factors)))
         sizes |= dict(zip(names[axis], factors, strict=True))
     if not sizes:
