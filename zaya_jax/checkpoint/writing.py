@@ -70,29 +70,27 @@ class StageTimer:
         return {name: round(value, 6) for name, value in self._seconds.items()}
 
 
-class _Assembler:
-    """Puts chunks together that several devices hold parts of."""
+# By file, of chunks that several devices hold parts of: the chunk so far, and how many of its
+# numbers are missing.
+Begun = dict[str, tuple[np.ndarray, int]]
 
-    def __init__(self) -> None:
-        # By file: the chunk so far, and how many of its numbers are missing.
-        self.begun: dict[str, tuple[np.ndarray, int]] = {}
 
-    def add(
-        self, array: StoredArray, file: str, chunk_box: Box, part_box: Box, numbers: np.ndarray
-    ) -> np.ndarray | None:
-        """The chunk of a file, once all its parts were given; None before."""
-        if numbers.shape == array.chunk:
-            return numbers
-        if file in self.begun:
-            chunk, missing = self.begun.pop(file)
-        else:
-            chunk = np.zeros(array.chunk, array.dtype)
-            missing = layout.volume(chunk_box)
-        chunk[layout.within(part_box, chunk_box)] = numbers
-        if missing == numbers.size:
-            return chunk
-        self.begun[file] = chunk, missing - numbers.size
-        return None
+def _assemble(
+    begun: Begun, array: StoredArray, file: str, chunk_box: Box, part_box: Box, numbers: np.ndarray
+) -> np.ndarray | None:
+    """The chunk of a file, once all its parts were given; None before."""
+    if numbers.shape == array.chunk:
+        return numbers
+    if file in begun:
+        chunk, missing = begun.pop(file)
+    else:
+        chunk = np.zeros(array.chunk, array.dtype)
+        missing = layout.volume(chunk_box)
+    chunk[layout.within(part_box, chunk_box)] = numbers
+    if missing == numbers.size:
+        return chunk
+    begun[file] = chunk, missing - numbers.size
+    return None
 
 
 def write_parts(
@@ -112,7 +110,7 @@ def write_parts(
     unless a device's part is smaller).
     """
     sums: Sums = {}
-    assembler = _Assembler()
+    begun: Begun = {}
     waiting: deque[tuple[str, concurrent.futures.Future]] = deque()
 
     def submit_chunks(group: Iterable[LocatedBox], device_part: np.ndarray) -> None:
@@ -124,7 +122,7 @@ def write_parts(
                 file = array.file(index)
                 inside = layout.overlap(chunk_box, part.box)
                 piece = numbers[layout.within(inside, part.box)]
-                chunk = assembler.add(array, file, chunk_box, inside, piece)
+                chunk = _assemble(begun, array, file, chunk_box, inside, piece)
                 if chunk is not None:
                     path = folder / file.removeprefix(prefix)
                     waiting.append((file, pool.submit(write_chunk, path, chunk, timer)))
@@ -147,7 +145,7 @@ def write_parts(
             submit_chunks(group, fetched(leaf, device))
         while waiting:
             collect_first()
-    assert not assembler.begun, f"of {', '.join(assembler.begun)} other processes hold a part"
+    assert not begun, f"of {', '.join(begun)} other processes hold a part"
     return sums
 
 
