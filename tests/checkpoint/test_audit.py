@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,27 +49,21 @@ def runs(tmp_path, monkeypatch):
 def test_every_chunk_in_the_place_of_another_is_found(runs):
     """Chunks of the same size: another's of this step, the same of another step, the same of
     another run."""
-    newest, tried = runs[0] / "40", 0
+    newest = runs[0] / "40"
     chunks = sorted(newest.rglob("c.*"))
-    assert len(chunks) > 20
-    others = [
+    pairs = [
         (p, q) for p, q in itertools.combinations(chunks, 2) if p.stat().st_size == q.stat().st_size
-    ]
-    others += [
-        (p, folder / p.relative_to(newest))
-        for p in chunks
-        for folder in (runs[0] / "36", runs[1] / "40")
-    ]
-    for mine, other in others[::5] + others[-2 * len(chunks) :]:
-        content = mine.read_bytes()
-        mine.write_bytes(other.read_bytes())
-        found = Vault(runs[0]).verify(40)
-        assert [d.file for d in found] == [
-            str(mine.relative_to(newest))
-        ] and "is changed: crc32c" in str(found[0])
-        mine.write_bytes(content)
-        tried += 1
-    assert tried > 100 and Vault(runs[0]).verify(40) == []
+    ][::5]
+    for folder in (runs[0] / "36", runs[1] / "40"):
+        pairs += [(chunk, folder / chunk.relative_to(newest)) for chunk in chunks]
+    assert len(chunks) > 20 and len(pairs) > 100
+    for chunk, other in pairs:
+        content = chunk.read_bytes()
+        chunk.write_bytes(other.read_bytes())
+        (damage,) = Vault(runs[0]).verify(40)
+        assert damage.file == str(chunk.relative_to(newest)) and "changed: crc32c" in damage.what
+        chunk.write_bytes(content)
+    assert Vault(runs[0]).verify(40) == []
 
 
 def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
@@ -85,16 +80,12 @@ def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
 
 def test_a_disk_that_refuses_for_another_reason_has_damaged_nothing(runs, monkeypatch):
     """With on_corrupt=previous a good checkpoint was set aside."""
-
-    def refuses(path, *rest, **options):
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
-
+    refuses = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     monkeypatch.setattr(storage, "open", refuses, raising=False)
     monkeypatch.setattr(storage, "DELAYS", (0.01,))
     checkpoints = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
-    check_error(
-        storage.Unreachable, r"after 2 attempts: Too many open files", checkpoints.find_newest
-    )
+    says = r"after 2 attempts: Too many open files"
+    check_error(storage.Unreachable, says, checkpoints.find_newest)
     assert (runs[0] / "40").exists()
 
 

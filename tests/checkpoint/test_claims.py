@@ -8,7 +8,7 @@ import sys
 
 import checkpoint_helpers
 import pytest
-from checkpoint_helpers import content, train
+from checkpoint_helpers import content, put_in_place, train
 from refusals import check_refused
 
 from zaya_jax import config
@@ -50,10 +50,8 @@ def holder(tmp_path, monkeypatch):
 
 def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     workdir, settings = tmp_path / "run", config.check(config.default())
-    message = (
-        rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait"
-        r" until"
-    )
+    since = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S*"
+    message = rf"in use by process {holder.pid} on \S+ since {since}; wait until"
     (tmp_path / "link").symlink_to(workdir)
     for refused in (
         lambda: open_workdir(workdir, settings),
@@ -64,7 +62,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
         lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),
     ):
         check_refused(message, refused)
-    assert sorted(p.name for p in workdir.iterdir()) == [claims.LOCK], "nothing was written"
+    assert [*workdir.iterdir()] == [workdir / claims.LOCK], "nothing was written"
     holder.kill()
     claims.require_free(workdir)
     open_workdir(workdir, settings)
@@ -75,20 +73,18 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
 
 def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):
     """A run that is refused takes its new folder away, while another waits for it."""
-    opened, times = claims._open, [2]
+    opened = claims._open
 
     def then_deleted(path):
+        monkeypatch.setattr(claims, "_open", opened)
         file = opened(path)
-        if times[0]:
-            times[0] -= 1
-            path.unlink()
+        path.unlink()
         return file
 
     monkeypatch.setattr(claims, "_open", then_deleted)
     claims.take(tmp_path)
-    assert claims._is_still_at(
-        claims._taken[tmp_path.resolve() / claims.LOCK], tmp_path / claims.LOCK
-    )
+    path = tmp_path.resolve() / claims.LOCK
+    assert claims._is_still_at(claims._taken[path], path)
     claims.release(tmp_path)
 
 
@@ -154,16 +150,12 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     for write in (
         lambda: claims.require_new_folder(inside),
         lambda: claims.require_new_folder(tmp_path / "link" / "4" / "state" / "deep"),
+        lambda: claims.require_new_folder(workdir / "checkpoints" / "99"),
+        lambda: claims.require_new_folder(workdir / "checkpoints" / "a" / "b"),
         lambda: open_workdir(inside, config.Config()),
         lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
     ):
         check_refused(r"lies in .*/checkpoints, among the checkpoints of a run", write)
-    for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
-        check_refused(
-            r"lies in .*/checkpoints, among the checkpoints of a run",
-            claims.require_new_folder,
-            among,
-        )
     assert content(tmp_path) == before
 
 
@@ -214,39 +206,33 @@ def then_waits(monkeypatch):
     return call
 
 
-def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tmp_path, then_waits):
+@pytest.mark.parametrize("may_go_on", [False, True])
+def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(
+    tmp_path, then_waits, may_go_on
+):
     """The folder was new when it looked; another run began, saved and ended while it waited for the
-    lock."""
+    lock. One that may go on there is refused later, for another reason."""
     place = tmp_path / "run"
     taken_folder = TakenFolder(place)
     then_waits(place, run__seed=1)
-    check_refused(
-        r"was started with config\.run\.seed=1, now it is 2",
-        lambda: open_workdir(place, settings(run__seed=2), taken_folder.note_if_new),
-    )
-    assert not claims.taken(place)
+    keys = settings(run__seed=1 if may_go_on else 2)
+    if may_go_on:
+        open_workdir(place, keys, taken_folder.note_if_new)
+    else:
+        says = r"was started with config\.run\.seed=1, now it is 2"
+        check_refused(says, open_workdir, place, keys, taken_folder.note_if_new)
+    assert claims.taken(place) == may_go_on
     before = content(place)
     taken_folder(UserError)
     assert content(place) == before and (place / "config.json").exists()
-
-    # One that may go on there is refused later, for another reason: it did not begin this either.
-    shutil.rmtree(place)
-    taken_folder = TakenFolder(place)
-    then_waits(place, run__seed=1)
-    open_workdir(place, settings(run__seed=1), taken_folder.note_if_new)
-    before = content(place)
-    taken_folder(UserError)
-    assert content(place) == before
-    claims.release(place)
 
 
 def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     shutil.copytree(train_run(tmp_path / "run") / "checkpoints", tmp_path / "copies")
     taken_folder = TakenFolder(tmp_path / "new")
     workdir = open_workdir(tmp_path / "new", settings(), taken_folder.note_if_new)
-    assert (
-        store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).find_newest() == 4
-    )
+    copies = Checkpoint(durable=str(tmp_path / "copies"))
+    assert store.Store(workdir, copies, print).find_newest() == 4
     taken_folder(UserError)
     claims.release(workdir)
     assert not (tmp_path / "new").exists()
@@ -268,8 +254,7 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
     # Of another run, name and all: no start on it counts as complete.
     path.write_text(recorded)
     other = train_run(tmp_path / "other", plus=1, run__seed=5)
-    shutil.rmtree(workdir / "checkpoints")
-    shutil.copytree(other / "checkpoints", workdir / "checkpoints")
+    put_in_place(workdir / "checkpoints", other / "checkpoints")
     check_refused(
         r"was started with config\.run\.seed=5, now it is 0",
         lambda: open_workdir(workdir, settings()),

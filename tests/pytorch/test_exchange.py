@@ -334,14 +334,14 @@ def workdir(tmp_path_factory):
     open_workdir(folder, settings)
     tokenizers.load("bytes").save(folder / "tokenizer")
     params = zaya.init(settings.model, jax.random.key(1))
+    state = {"params": params, "balance": {"bias": jnp.zeros((2, 3))}}
     meta = {"tokens": 64, "config": config.to_dict(settings), "metrics": {"eval/loss": 1.25}}
+    losses = {"/data/python": {"loss": 1.5}, "all": {"loss": None}}
     steps = store.Store(folder)
-    for step in (1, 2):
-        state = {"params": params, "balance": {"bias": jnp.zeros((2, 3))}}
+    for step, data in ((1, {}), (2, losses)):
         save_tree(steps, step, state, meta | {"step": step})
-        losses = {"/data/python": {"loss": 1.5}, "all": {"loss": None}}
-        result = {"model": f"{folder}@{step}", "data": losses if step == 2 else {}}
-        result["tasks"] = {"arc_easy": {"acc": [step / 8, 0.01]}}
+        tasks = {"arc_easy": {"acc": [step / 8, 0.01]}}
+        result = {"model": f"{folder}@{step}", "data": data, "tasks": tasks}
         (folder / f"evaluation of {step}").mkdir()
         (folder / f"evaluation of {step}" / "evaluation.json").write_text(json.dumps(result))
     steps.close()
