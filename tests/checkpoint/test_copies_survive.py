@@ -93,7 +93,7 @@ def test_a_copy_that_cannot_be_fetched_now_is_not_passed_over(run, tmp_path, mon
     assert start(root, copies) == (6, [])
 
 
-def test_nor_one_in_a_place_that_does_not_answer(run, dead):
+def test_a_copy_in_a_place_that_does_not_answer_is_not_passed_over(run, dead):
     root, copies = run
     os.truncate(root / "6" / CHUNK, 10)
     for on_corrupt in ("stop", "previous"):
@@ -132,7 +132,7 @@ def places(run):
 
 
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])
-def test_none_of_them_is_gone_on_from(run, capsys, done):
+def test_no_abandoned_step_is_gone_on_from(run, capsys, done):
     root, copies = run
     if done == "copies":
         for step in (4, 6):
