@@ -34,10 +34,15 @@ def numbered(root: Path) -> list[int]:
 
 
 def steps_of(names: Iterable[str]) -> list[int]:
-    """The steps among some names, oldest first: 40, but neither 040 nor ٤٠, which would be
-    another folder."""
-    numbers = [name for name in names if name.isascii() and name.isdigit()]
-    return sorted(int(name) for name in numbers if str(int(name)) == name)
+    """The steps among some names, oldest first."""
+    steps = [step_of(name) for name in names]
+    return sorted(step for step in steps if step is not None)
+
+
+def step_of(name: str) -> int | None:
+    """The step that a name is: 40 of "40", none of "040" and "٤٠", which are other folders."""
+    is_number = name.isascii() and name.isdigit()
+    return int(name) if is_number and str(int(name)) == name else None
 
 
 def commit(folder: Path, target: Path, listed: Seal) -> None:

@@ -161,8 +161,8 @@ def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) ->
         sums = {name: entry for part in sums_by_process for name, entry in part.items()}
         for below in {(folder / name.removeprefix(_IN_STATE)).parent for name in sums}:
             folders.sync_folder(below)
-        number = next(iter(folders.steps_of([step])), 0)
-        writing.write_files(folder.parent, {layout.SEAL_FILE: Seal(sums, number).to_bytes()})
+        seal = Seal(sums, folders.step_of(step) or 0)
+        writing.write_files(folder.parent, {layout.SEAL_FILE: seal.to_bytes()})
         folders.sync_folder(folder.parent)
 
     name = f"save {folder.parent.parent / step}"
@@ -189,8 +189,8 @@ def _source(directory: Any) -> SealedSource:
             " Handler.context()"
         )
     source = SealedSource(folder)
-    numbers = folders.steps_of([folder.name])
-    if numbers and source.step not in (0, *numbers):
+    number = folders.step_of(folder.name)
+    if number is not None and source.step not in (0, number):
         raise StorageError(
             f"{folder} is of step {source.step}: whole steps were exchanged or renamed"
         )

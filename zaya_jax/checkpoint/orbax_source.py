@@ -65,7 +65,7 @@ class OrbaxSource(ArraySource):
         from orbax.checkpoint import v1 as ocp
 
         super().__init__(folder)
-        self.step = next(iter(folders.steps_of([folder.name])), 0)
+        self.step = folders.step_of(folder.name) or 0
         self._folder = folder
         self._ocp = ocp
         self._lock = threading.Lock()

@@ -174,8 +174,10 @@ def _locate(location: str | Path, step: int | None) -> tuple[Vault, StepName, Pa
     folder = Path(location).absolute()
     if (folder / layout.SEAL_FILE).is_file():
         vault = Vault(folder.parent)
-        numbers = folders.steps_of([folder.name])
-        return vault, numbers[0] if numbers and vault.owner() else folder.name, None
+        number = folders.step_of(folder.name)
+        if number is not None and vault.owner():
+            return vault, number, None
+        return vault, folder.name, None
     vault, workdir = vault_of(location)
     steps = vault.numbered() if workdir else vault.steps()
     return vault, choose_step(location, steps, step), workdir
@@ -250,9 +252,9 @@ def misfit(
 def split_step(location: str | Path, step: int | None) -> tuple[str | Path, int | None]:
     """FOLDER@STEP in two parts; a folder's own name may end like that, too."""
     path, _, number = str(location).rpartition("@")
-    steps = folders.steps_of([number])
-    if step is None and path and steps and not Path(location).is_dir():
-        return path, steps[0]
+    named = folders.step_of(number)
+    if step is None and path and named is not None and not Path(location).is_dir():
+        return path, named
     return location, step
 
 
