@@ -28,7 +28,6 @@ from zaya_jax.checkpoint.boxes import Locations
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.checkpoint.writing import DeviceParts
-from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
 
 _IN_STATE = f"{layout.STATE}/"
@@ -148,14 +147,7 @@ def _write_together(folder: Path, step: str, snapshot: _Snapshot | Exception) ->
             raise snapshot
         locations, device_parts = snapshot
         writers = locations.writers()
-        mine = writers.parts.get(jax.process_index(), [])
-        timer = writing.StageTimer()
-        sums = writing.write_parts(folder, writers.arrays, mine, device_parts, timer, _IN_STATE)
-        if multihost.is_writer():
-            small = layout.metadata_files(tuple(writers.arrays.values()), {})
-            in_state = {name: x for name, x in small.items() if name.startswith(_IN_STATE)}
-            sums |= writing.write_files(folder, in_state, _IN_STATE)
-        return sums
+        return writing.write_share(folder, writers, device_parts, {}, prefix=_IN_STATE)
 
     def write_seal(sums_by_process: list[Sums]) -> None:
         sums = {name: entry for part in sums_by_process for name, entry in part.items()}

@@ -2,8 +2,8 @@
 
 Every byte of a save goes through `write_file`; copies go through `storage`. A save goes:
 
-    write_parts               each process: its parts of the arrays, as chunks (`boxes` says which)
-    write_files               process 0: the small files
+    write_share               each process: its parts of the arrays, as chunks (`boxes` says which),
+                              and process 0 the small files
     run_in_all_then_zero      collects all processes' sums, or an error, in process 0, which then
     folders.commit            writes the seal, the list of all files, and renames the folder
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.boxes import LocatedBox
+from zaya_jax.checkpoint.boxes import LocatedBox, Writers
 from zaya_jax.checkpoint.layout import Box, StoredArray
 from zaya_jax.checkpoint.seal import TAIL, Sums, crc32c
 from zaya_jax.cluster import multihost
@@ -146,6 +146,26 @@ def write_parts(
         while waiting:
             collect_first()
     assert not begun, f"of {', '.join(begun)} other processes hold a part"
+    return sums
+
+
+def write_share(
+    folder: Path,
+    writers: Writers,
+    device_parts: DeviceParts,
+    meta: dict[str, Any],
+    timer: StageTimer | None = None,
+    prefix: str = "",
+) -> Sums:
+    """Writes this process's share of a checkpoint: its parts of the arrays, and in process 0 the
+    small files. The folder is that of `write_parts`, in which no file without the prefix lies."""
+    parts = writers.parts.get(jax.process_index(), [])
+    timer = timer or StageTimer()
+    sums = write_parts(folder, writers.arrays, parts, device_parts, timer, prefix)
+    if multihost.is_writer():
+        small = layout.metadata_files(tuple(writers.arrays.values()), meta)
+        inside = {name: content for name, content in small.items() if name.startswith(prefix)}
+        sums |= write_files(folder, inside, prefix)
     return sums
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import folders, layout, writing
+from zaya_jax.checkpoint import folders, writing
 from zaya_jax.checkpoint.boxes import Locations, Writers
 from zaya_jax.checkpoint.run import retention, timings
 from zaya_jax.checkpoint.run.durable import CheckMeta, Durable
@@ -210,11 +210,7 @@ class Store:
                 # a list, since devices as keys are no pytree; arrays on the host are ready
                 jax.block_until_ready([[*parts.values()] for parts in snapshot.values()])
             folder.mkdir(parents=True, exist_ok=True)
-            mine = writers.parts.get(me, [])
-            sums = writing.write_parts(folder, writers.arrays, mine, snapshot, timer)
-            if me == 0:
-                files = layout.metadata_files(tuple(writers.arrays.values()), meta)
-                sums |= writing.write_files(folder, files)
+            sums = writing.write_share(folder, writers, snapshot, meta, timer)
             nonlocal written_at
             written_at = time.perf_counter()  # from here on "commit", which waits for all others
             return [sums, timer.seconds(), writers.bytes.get(me, 0)]
