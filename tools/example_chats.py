@@ -10,6 +10,7 @@ same Python gives the same file. It is for trying out fine-tuning
 (docs/finetuning.md): no network, no licence.
 """
 
+import argparse
 import importlib
 import inspect
 import json
@@ -51,11 +52,12 @@ PLACES = {
 
 def main() -> int:
     """Writes the file that is named."""
-    pairs = sys.argv[2:] == ["--pairs"]
-    if len(sys.argv) != 2 + pairs or sys.argv[1].startswith("-"):
-        print("\n".join(__doc__.splitlines()[3:5]), file=sys.stderr)
-        return 2
-    path = sys.argv[1]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="the file to write")
+    parser.add_argument("--pairs", action="store_true", help="pairs of answers, not chats")
+    args = parser.parse_args()
     chosen = random.Random(0)
     chats: list[dict] = []
     for name, signature, parameters in sorted(set(found())):
@@ -65,13 +67,13 @@ def main() -> int:
             messages.append({"role": "system", "content": SYSTEM})
         messages.append({"role": "user", "content": question})
         answer = {"role": "assistant", "content": parameters}
-        if pairs:
+        if args.pairs:
             worse = {"role": "assistant", "content": f"Its parameters are {parameters}."}
             chats.append({"prompt": messages, "chosen": [answer], "rejected": [worse]})
         else:
             chats.append({"messages": [*messages, answer]})
-    Path(path).write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
-    print(f"{len(chats):,} {'pairs' if pairs else 'chats'} in {path}")
+    args.path.write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    print(f"{len(chats):,} {'pairs' if args.pairs else 'chats'} in {args.path}")
     return 0
 
 

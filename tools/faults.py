@@ -20,9 +20,11 @@ over one's own processes:
     store = Store(); store.variables; store.die(); store.live()
 """
 
+import collections
 import ctypes
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -43,6 +45,7 @@ from zaya_jax.cluster.beats import Beat
 
 VARIABLE = "ZAYA_FAULTS"
 PIDFD_GETFD = 438  # the system call's number, on every architecture
+NAN = 0x7FC00000  # the bits of a float32 that is no number
 SMALL = 4096  # bytes that a file may have on a disk that is full
 
 
@@ -56,7 +59,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._step = 0  # that the loop has come to
-        self._done: dict[str, int] = {}  # how often those with `times` have struck
+        self._done = collections.Counter[str]()  # how often each would have struck
 
     def _now(self, kind: str, step: int) -> list[dict[str, Any]]:
         try:
@@ -99,33 +102,26 @@ class Faults:
         """
 
         def strike(device: Any) -> np.ndarray:
-            """(bits to flip in the first number, the number to add to it)"""
-            flip, add = 0, 0.0
-            for kind in ("flip", "nonfinite"):
+            """(bits to flip in the first number, bits to set in it)"""
+            masks = {"flip": 0, "nonfinite": 0}
+            for kind, mask in (("flip", 1 << 22), ("nonfinite", NAN)):
                 for fault in self._now(kind, self._step):
                     if fault["device"] != int(device) or (again and fault.get("passing")):
                         continue
-                    key = json.dumps(fault)
-                    if self._done.get(key, 0) >= fault.get("times", 1 << 62):
-                        continue
-                    self._done[key] = self._done.get(key, 0) + 1
-                    if kind == "flip":
-                        flip = 1 << 22
-                    else:
-                        add = np.nan
-            return np.array([flip, np.array(add, np.float32).view(np.uint32)], np.uint32)
+                    self._done[json.dumps(fault)] += 1
+                    if self._done[json.dumps(fault)] <= fault.get("times", math.inf):
+                        masks[kind] = mask
+            return np.array([*masks.values()], np.uint32)
 
         def spoil(gradients: Any) -> Any:
             device = jnp.zeros((), jnp.int32)
             for axis, size in mesh.shape.items():
                 device = device * size + jax.lax.axis_index(axis)
-            flip, add = io_callback(strike, jax.ShapeDtypeStruct((2,), jnp.uint32), device)
+            flipped, set_ = io_callback(strike, jax.ShapeDtypeStruct((2,), jnp.uint32), device)
             leaves, treedef = jax.tree.flatten(gradients)
             first = leaves[0].ravel()
-            bits = jax.lax.bitcast_convert_type(first[0].astype(jnp.float32), jnp.uint32) ^ flip
-            value = jax.lax.bitcast_convert_type(bits, jnp.float32) + jax.lax.bitcast_convert_type(
-                add, jnp.float32
-            )
+            bits = jax.lax.bitcast_convert_type(first[0].astype(jnp.float32), jnp.uint32)
+            value = jax.lax.bitcast_convert_type((bits ^ flipped) | set_, jnp.float32)
             leaves[0] = first.at[0].set(value.astype(first.dtype)).reshape(leaves[0].shape)
             return jax.tree.unflatten(treedef, leaves)
 

@@ -76,9 +76,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def targets(file: File) -> list[str]:
     """The files of the repository that a page links to."""
-    links = []
-    outside_code(file.content_string, lambda text: links.extend(LINK.finditer(text)) or text)
-    paths = [repository_path(file, match[2]) for match in links]
+    links = LINK.findall(CODE.sub("", file.content_string))
+    paths = [repository_path(file, link) for _, link, _ in links]
     return [path for path in paths if path is not None]
 
 

@@ -35,7 +35,6 @@ from zaya_jax.data.stores import (
     check_tokenizer,
     fill,
     local_rows,
-    notes_on,
     open_store,
     refuse_doubles,
 )
@@ -168,7 +167,7 @@ class Batches:
         paths, stretches = mix.plan_sources(config)
         self._stores = [open_store(config, path, tokenizer) for path in paths]
         self.prepared_stores = [s for s in self._stores if isinstance(s, PreparedStore)]
-        self.notes = notes_on(self._stores)
+        self.notes = [store.note for store in self._stores if store.note]
         for stretch in stretches:
             self._check_stores(stretch)
         self.notes = list(dict.fromkeys(self.notes))

@@ -78,7 +78,7 @@ class PreparedStore:
     """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded
     cache."""
 
-    files: frozenset[object] = frozenset()  # of its input: not known
+    note, files = "", frozenset[object]()  # those of its input are not known
 
     def __init__(
         self,

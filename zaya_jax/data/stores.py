@@ -39,7 +39,7 @@ class MemoryStore:
         self.name = name
         self.block = block
         self.fingerprint = fingerprint
-        self.note = note  # for the user
+        self.note = note  # for the user, on how chats were fitted
         self.files = frozenset(files)  # the identities of the files that the text is from
         self.num_tokens = len(block)
         self.first_token = np.array([0, len(block)], np.int64)
@@ -58,14 +58,9 @@ class MemoryStore:
         return [self.block.part(*span) for span in spans]
 
 
-# Rows and batches use of both: name, fingerprint, files, num_tokens, bundle_tokens, num_shards,
+# Rows and batches use of both: name, fingerprint, note, files, num_tokens, bundle_tokens, num_shards,
 # first_token (of each shard, and the end), lengths, read_spans.
 TokenStore = MemoryStore | PreparedStore
-
-
-def notes_on(stores: Iterable[TokenStore]) -> list[str]:
-    """Notes for the user on how chats among these were fitted."""
-    return [store.note for store in stores if isinstance(store, MemoryStore) and store.note]
 
 
 def made_once[T](paths: Sequence[str], options: tuple, make: Callable[[], T]) -> T:

@@ -48,11 +48,8 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
         raise UserError(
             f"{path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
         )
-    if path == "stdlib":
-        root = stdlib()
-    elif pathlib.Path(path).is_dir():
-        root = pathlib.Path(path)
-    else:
+    root = stdlib() if path == "stdlib" else pathlib.Path(path)
+    if not root.is_dir():
         root = pathlib.Path(os.path.commonpath([file.parent for file in files]))
     return sorted((file.relative_to(root).as_posix(), file) for file in files)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from zaya_jax.config import Phase
-from zaya_jax.data import stores, windows
+from zaya_jax.data import windows
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training import step as steps
@@ -23,7 +23,7 @@ class Evaluation:
         self._planned = planned
         self._pace = pace
         self._stores = windows.named_stores(planned.recipe.config, planned.tokenizer)
-        self.notes = stores.notes_on(self._stores.values())
+        self.notes = [store.note for store in self._stores.values() if store.note]
         self.batches = functools.lru_cache(1)(self._batches)  # on the devices only for one phase
         self._program = functools.cache(self._make_program)
 
