@@ -53,7 +53,7 @@ class Part:
 class MarkedTurn(NamedTuple):
     """A turn with its parts."""
 
-    given: Message
+    message: Message
     marked: Message  # with a mark behind each part
     parts: list[Part]
     part_before: Part | None  # the last one of the turns before
@@ -143,7 +143,7 @@ class AnswerLocator:
             if part.start < 0 and part.kind != REASONING and not reworded:
                 raise Incomplete(f"left out: the chat template does not write {part.kind}")
         last = self._turns[self._answers[-1]]
-        if last.given.reasoning and self._body_start(last) is None:
+        if last.message.reasoning and self._body_start(last) is None:
             raise Incomplete(f"left out: the chat template does not write {REASONING}")
 
     def spans(self, closing_text: str, end_markers: Sequence[str]) -> Spans:
@@ -163,10 +163,10 @@ class AnswerLocator:
             stop = self._stop(answer, closing_text, end_markers)
             if stop is None:
                 continue
-            known = prompts.setdefault(self._turns[index - 1].given.role if index else "", [])
+            known = prompts.setdefault(self._turns[index - 1].message.role if index else "", [])
             start = self._start(index, body_start, known)
             known.append(self._text[self._end_before(answer) : start])
-            if answer.given.is_learnt:
+            if answer.message.is_learnt:
                 spans.insert(0, (start, stop))
         return spans
 
@@ -182,7 +182,7 @@ class AnswerLocator:
             inside = [i for i in self._answers if _ends_in(self._turns[i], start, stop)]
             later = [i for i in self._answers if self._turns[i].parts[-1].end > stop]
             owners = inside or later[:1] or self._answers[-1:]
-            if all(self._turns[owner].given.is_learnt for owner in owners):
+            if all(self._turns[owner].message.is_learnt for owner in owners):
                 learnt_blocks.append((start, stop))
                 learnt_answers.update(inside)
         return learnt_blocks, len(learnt_answers)
@@ -193,7 +193,7 @@ class AnswerLocator:
 
     def _body_start(self, answer: MarkedTurn) -> int | None:
         """Where an answer's own words start; None where they are not written as they were given."""
-        text, message = self._text, answer.given
+        text, message = self._text, answer.message
         start = answer.parts[0].start
         if any(part.start < 0 for part in answer.parts):
             return None

@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.text.token_block import Document, TokenBlock, all_of
+from zaya_jax.text.token_block import Document, TokenBlock, all_true
 
 FORMAT, VERSION = "zaya_jax tokens", 3
 MANIFEST, SHARDS, TOKENIZER = "manifest.json", "shards.bin", "tokenizer"
@@ -128,7 +128,7 @@ def decode_bundle(record: bytes, shard: str, number: int, crc: int) -> TokenBloc
         learn = np.unpackbits(bits, count=count).view(bool)
         offset += len(bits)
     tokens = np.frombuffer(record, f"<u{width}", count + 1, offset)
-    return TokenBlock(tokens[:-1], tokens[1:], starts, learn, all_of(learn))
+    return TokenBlock(tokens[:-1], tokens[1:], starts, learn, all_true(count))
 
 
 def _learn_all(starts: np.ndarray) -> np.ndarray:

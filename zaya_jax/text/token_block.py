@@ -88,9 +88,9 @@ def with_targets(
     learn[:-1] = ~starts[1:]
     if predicted is not None:
         learn[:-1] &= predicted[1:]
-    return TokenBlock(both[:-1], both[1:], starts, learn, all_of(learn))
+    return TokenBlock(both[:-1], both[1:], starts, learn, all_true(len(learn)))
 
 
-def all_of(flags: np.ndarray) -> np.ndarray:
-    """As many flags, all of them true, which take no memory."""
-    return np.broadcast_to(np.True_, flags.shape)
+def all_true(count: int) -> np.ndarray:
+    """So many flags, all of them true, which take no memory."""
+    return np.broadcast_to(np.True_, count)
