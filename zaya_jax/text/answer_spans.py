@@ -9,7 +9,6 @@ An answer starts right after its generation prompt (or, failing that, at its fir
 and ends with its end marker, inclusive.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -81,8 +80,9 @@ class AnswerLocator:
         for turn in turns:
             count = len(self._parts)
             marked = self._mark_turn(turn)
-            self._turns.append(MarkedTurn(turn, marked, self._parts[count:], before))
-            before = self._parts[-1] if self._parts[count:] else before
+            parts = self._parts[count:]
+            self._turns.append(MarkedTurn(turn, marked, parts, before))
+            before = parts[-1] if parts else before
         self._answers = [index for index, turn in enumerate(turns) if turn.is_answer]
         self._find_parts()
         self._require_all_parts()
@@ -205,25 +205,26 @@ class AnswerLocator:
 
     def _start(self, index: int, body_start: int, known_prompts: list[str]) -> int:
         """Where the generation prompt for an answer ends, whose own words start at `body_start`."""
-        answer = self._turns[index]
+        answer, text = self._turns[index], self._text
         before = self._end_before(answer)
-        text = self._text
         fitting = [len(prompt) for prompt in known_prompts if text.startswith(prompt, before)]
         if fitting:
             return before + max(fitting)
-        prompt = text[before:body_start]
-        if index:
-            with contextlib.suppress(Refused):  # as of a conversation without a question
-                turns = [turn.marked for turn in self._turns[:index]]
-                rendered = self._render(self._tools, turns, True)
-                prompt = self._text_after(rendered, answer.part_before)
+        if not index:
+            return body_start
+        try:
+            turns = [turn.marked for turn in self._turns[:index]]
+            rendered = self._render(self._tools, turns, True)
+        except Refused:  # as of a conversation without a question
+            return body_start
+        prompt = self._text_after(rendered, answer.part_before)
         if text.startswith(prompt, before):
             return before + len(prompt)
         # The prompt begins something that this answer has not, such as reasoning.
-        common = os.path.commonprefix((prompt, text[before:body_start]))  # noqa: RUF071
         if answer.parts[0].kind == ANSWER or text.startswith("<think>", body_start):
             return body_start
         # A call, whose own tag may begin as that of reasoning does: "<" is in both.
+        common = os.path.commonprefix((prompt, text[before:body_start]))  # noqa: RUF071
         if common.rfind("<") > common.rfind(">"):
             common = common[: common.rfind("<")]
         return before + len(common)
