@@ -36,7 +36,7 @@ class Run:
                 views.append(
                     View(p, section, step, mark, *ages, self.state[p], self.laps.pop(p, []))
                 )
-        self.hangs.take_views(0, views, self.now)
+        self.hangs.take_views(views, self.now)
         return self.hangs.find(self.now)
 
     def wait(self, seconds):

@@ -120,7 +120,7 @@ def test_the_last_save_of_a_start_counts(leader, tmp_path, end):
         {
             "exit": facts.Exited(1, 1, 75),
             "loss": facts.AgentLost(1, "gone"),
-            "hang": facts.Hung(1, 1, "seen", "first", 5.0),
+            "hang": facts.Hung(1, "seen", "first", 5.0),
             "finding": facts.Observed(1, broken),
         }[end],
         1.0,
@@ -160,7 +160,7 @@ def test_all_who_wait_alike_have_the_time_of_a_link_that_comes_back(
     monkeypatch.setattr(leader, "_options", options)
     monkeypatch.setattr(leader, "_log", lambda kind, fields: said.append(kind))
     for now in (5.0, 5.5, 6.5):
-        hung = facts.Hung(1, 1, "seen", "stuck at the same point", now, all_wait=True)
+        hung = facts.Hung(1, "seen", "stuck at the same point", now, all_wait=True)
         monkeypatch.setattr(leader._hangs, "find", lambda _, hung=hung: hung)
         leader.poll(now)
     assert leader.decider.state == state and said.count("waits") == 1

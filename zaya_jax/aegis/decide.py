@@ -246,7 +246,7 @@ class Decider:
         self._cause = Cause(
             "hangs",
             self._now - fact.seconds,
-            fact.node,
+            self.node_of(fact.process),
             fact.process,
             fact.seen,
             fact.concluded,

@@ -44,7 +44,6 @@ class Observed(NamedTuple):
 class Hung(NamedTuple):
     """A process has made no progress for `seconds`; it was the first to stop."""
 
-    node: int
     process: int
     seen: str
     concluded: str

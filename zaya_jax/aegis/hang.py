@@ -1,7 +1,7 @@
 """Finds the process that hangs, from the positions that all processes report.
 
     hangs = Hangs(); hangs.begin()          a new start; times learned in earlier ones are kept
-    hangs.take_views(node, views, now)      a node's agent reports its processes
+    hangs.take_views(views, now)            an agent reports its processes
     hangs.woke(now)                         an agent stood still itself: no process is blamed for it
     hangs.find(now)                         facts.Hung, or None
 
@@ -58,7 +58,6 @@ class View(NamedTuple):
 
 @dataclasses.dataclass
 class _Tracked:
-    node: int
     view: View
     since: float  # at this position
     pulse: float
@@ -99,13 +98,13 @@ class Hangs:
             if tracked.stopped is not None:
                 tracked.stopped = now
 
-    def take_views(self, node: int, views: Sequence[View], now: float) -> None:
-        """Takes the views of a node's agent."""
+    def take_views(self, views: Sequence[View], now: float) -> None:
+        """Takes an agent's views."""
         for view in views:
             since, pulse = now - view.age, now - view.quiet
             tracked = self._tracked.get(view.process)
             if tracked is None:
-                tracked = self._tracked[view.process] = _Tracked(node, view, since, pulse)
+                tracked = self._tracked[view.process] = _Tracked(view, since, pulse)
             if view.section != tracked.view.section:
                 self._learn(tracked.view.section, since - tracked.since)
                 if view.section == "compile":  # another program: its steps may take longer
@@ -210,10 +209,10 @@ class Hangs:
                 " clear which stopped first"
             )
         # All wait for each other in one step's program, and live.
-        all_wait = bool(others) and len(alike) == len(others)
-        all_wait = all_wait and view.section == "step" and view.mark in DEVICE
-        all_wait = all_wait and not no_pulse and not state
-        return Hung(tracked.node, first, seen, concluded, seconds, all_wait)
+        in_program = view.section == "step" and view.mark in DEVICE
+        live = not no_pulse and not state
+        all_wait = 0 < len(others) == len(alike) and in_program and live
+        return Hung(first, seen, concluded, seconds, all_wait)
 
 
 def _usual(laps: Sequence[float]) -> float:

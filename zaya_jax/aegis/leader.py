@@ -85,7 +85,7 @@ class Leader:
         self._tickets = itertools.count(1)  # of the orders of checks
         # This start
         self._hangs = Hangs()
-        self._stragglers = Stragglers(())
+        self._stragglers = Stragglers(0)
         self._ledger: TimeLedger | None = None
         self._step_reported, self._waits_for_link = -1, False
         # The stacks of a start that hangs
@@ -138,7 +138,7 @@ class Leader:
 
     def _take_views(self, node: int, fields: list, now: float) -> None:
         views = [View(*view) for view in fields if self.decider.node_of(view[0]) == node]
-        self._hangs.take_views(node, views, now)
+        self._hangs.take_views(views, now)
         for view in views:
             for step, whole, own, _ in view.laps:
                 self._stragglers.add(view.process, int(step), whole, own)
@@ -166,7 +166,8 @@ class Leader:
                 self.take(hung, now)
             self._waits_for_link = self._waits_for_link and hung is not None
             for slow in self._stragglers.poll():
-                self.take(facts.Observed(slow.node, self._finding(slow)), now)
+                node = self.decider.node_of(slow.process)
+                self.take(facts.Observed(node, self._finding(slow)), now)
         self.take(facts.Tick(), now)
 
     def _may_be_a_link(self, hung: facts.Hung) -> bool:
@@ -222,7 +223,7 @@ class Leader:
     def _start(self, number: int, nodes: tuple[int, ...], now: float) -> None:
         processes = self._options.rules.processes
         self._hangs.begin()
-        self._stragglers = Stragglers([node for node in nodes for _ in range(processes)])
+        self._stragglers = Stragglers(len(nodes) * processes)
         self._ledger = TimeLedger(now, self.decider.newest_checkpoint)
         self._step_reported, self._waits_for_link = -1, False
         address = join_address(self._addresses[nodes[0]], self._ports[nodes[0]])

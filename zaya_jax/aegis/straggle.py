@@ -1,6 +1,6 @@
 """Finds processes that are persistently slower than the others at their own part of each step.
 
-    watch = Stragglers(nodes)                   the node of each process
+    watch = Stragglers(count)                   of so many processes
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
     watch.poll()                                those found since the last poll, each at most once per start
 
@@ -12,7 +12,6 @@ steps, names nobody.
 """
 
 import collections
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +26,8 @@ MAX_PENDING_STEPS = 1000  # steps that some process has not reported yet
 
 
 class Straggler(NamedTuple):
-    """A process and its node, its ratio, the share of a step that it costs, and over which
-    steps."""
+    """A process, its ratio, the share of a step that it costs, and over which steps."""
 
-    node: int
     process: int
     ratio: float
     costs: float
@@ -38,8 +35,8 @@ class Straggler(NamedTuple):
 
 
 class Stragglers:
-    def __init__(self, nodes: Sequence[int]):
-        self._nodes = list(nodes)
+    def __init__(self, count: int):
+        self._count = count
         self._waiting: dict[int, dict[int, tuple[float, float]]] = {}
         self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(
             maxlen=2 * WINDOW
@@ -50,9 +47,9 @@ class Stragglers:
         """A process has ended a step."""
         laps = self._waiting.setdefault(step, {})
         laps[process] = whole, own
-        if len(laps) == len(self._nodes) > 1:
+        if len(laps) == self._count > 1:
             del self._waiting[step]
-            wholes, owns = np.array([laps[p] for p in range(len(self._nodes))]).T
+            wholes, owns = np.array([laps[p] for p in range(self._count)]).T
             others = _median_of_others(owns)
             more = owns - others
             more[0] -= WRITER_ALLOWANCE
@@ -73,10 +70,7 @@ class Stragglers:
         steps = self._rows[0][0], self._rows[-1][0]
         ratios = np.median([row[1] for row in self._rows], axis=0)
         costs = np.median([row[2] for row in self._rows], axis=0)
-        return [
-            Straggler(self._nodes[p], p, float(ratios[p]), float(costs[p]), steps)
-            for p in sorted(found)
-        ]
+        return [Straggler(p, float(ratios[p]), float(costs[p]), steps) for p in sorted(found)]
 
     def _judge(self) -> set[int]:
         """The processes that are slow in both windows."""

@@ -85,7 +85,6 @@ class Connection:
     def __init__(self, peer: socket.socket, address: str, limit: int = LONGEST_MESSAGE):
         self.socket, self.address = peer, address
         self.limit = limit
-        self.auto_reply = False  # whether an empty line is answered with one
         self.host = ""  # of the other end
         self.index: int | None = None  # of the other end, once that has proved to be of this job
         self.nonce = secrets.token_hex(16)
@@ -122,7 +121,7 @@ class Connection:
         *lines, self._received = (self._received + data).split(b"\n")
         if max(map(len, [*lines, self._received])) > self.limit:
             return None
-        if self.auto_reply and b"" in lines:
+        if self.index == 0 and b"" in lines:  # number 0 asks, and the others answer
             self.send()
         try:
             messages = [json.loads(line) for line in lines if line]
@@ -315,7 +314,6 @@ def connect(
                 on_failure.pop_all()  # it stays open
                 connection = Connection(peer, address)
                 connection.index = 0
-                connection.auto_reply = True
                 return connection
         time.sleep(0.2)
     raise LostProcess(
