@@ -25,7 +25,7 @@ from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader
 from zaya_jax.aegis.node import Node, SupervisorOptions
 from zaya_jax.cluster import leaving
-from zaya_jax.cluster.connections import Connection, Hub, connect
+from zaya_jax.cluster.connections import Connection, Hub
 from zaya_jax.cluster.rank import LostProcess, Rank, split_address
 
 POLL = 0.1  # seconds
@@ -48,10 +48,9 @@ class Agent:
         self.selector = selectors.DefaultSelector()
         self.keeper, self.terminal = Keeper(options.workdir), Terminal()
         self.node = Node(options, self.selector, self.keeper, self.terminal, self._tell_leader)
-        self.digest = _digest(options)
         self.hub = Hub(
             self.selector,
-            self.digest,
+            _digest(options),
             options.rules.agents,
             DIFFERS,
             self._connected,
@@ -133,13 +132,11 @@ class Agent:
         assert self.rank
         seconds = self.options.rules.join
         try:
-            connection = connect(self.rank.coordinator, self.index, self.digest, seconds, "node")
+            self.hub.call(self.rank.coordinator, self.index, seconds, "node")
         except LostProcess as error:
             self.outcome = leaving.FAILED, str(error)
             return
         self._connecting = False
-        self.hub.by_index[0] = connection
-        self.hub.register(connection)
         self.node.ready()
 
     def _tell_leader(self, message: list) -> None:

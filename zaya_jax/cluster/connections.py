@@ -2,7 +2,8 @@
 
     Connection(peer)                      send(...), flush(), read(); neither ever waits
     matches_shape(value, shape)           whether JSON's value is what a message must have there
-    Hub(selector, digest, ...)            all connections of one end: greets callers, reads, hangs up
+    Hub(selector, digest, ...)            all connections of one end: greets callers or calls number 0,
+                                          reads, hangs up
     connect(address, index, digest, ...)  the others' connection to number 0
 
 An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC
@@ -184,6 +185,11 @@ class Hub:
             ) from None
         self._server.setblocking(False)
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+
+    def call(self, address: str, index: int, seconds: float, kind: str = "process") -> None:
+        """Connects to number 0, however late that starts (`connect`), and reads it."""
+        connection = self.by_index[0] = connect(address, index, self._digest, seconds, kind)
+        self.register(connection)
 
     def stop_listening(self) -> None:
         """Lets no more callers in; the port is free again."""

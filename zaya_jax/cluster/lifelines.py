@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zaya_jax.cluster.connections import Connection, Hub, OddMessage, connect, matches_shape
+from zaya_jax.cluster.connections import Connection, Hub, OddMessage, matches_shape
 from zaya_jax.cluster.leaving import BAD_INPUT, FAILED
 from zaya_jax.cluster.rank import Rank, name_processes, split_address
 
@@ -93,10 +93,7 @@ class Lifelines:
                 hint = "give another, as JAX_COORDINATOR_PORT or in the coordinator's address"
                 self._hub.listen(port, "the coordinator's", hint)
             else:
-                count = str(self._rank.count)
-                connection = connect(self._rank.coordinator, self.index, count, seconds)
-                self._connections[0] = connection
-                self._hub.register(connection)
+                self._hub.call(self._rank.coordinator, self.index, seconds)
         except BaseException:  # the thread that would do so never begins
             self._close()
             raise
