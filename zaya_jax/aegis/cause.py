@@ -116,29 +116,37 @@ def first_end(
 def _explanation(first: facts.Exited, recent: Findings) -> facts.Observed | None:
     """The finding that explains an end: the first critical one, which isolates its host; without
     one the first of all. Consequences are notes, and explain nothing."""
-    explain: list[tuple[bool, float, facts.Observed]] = []
-    for when, observed in recent:
-        finding = observed.finding
-        mine = observed.node == first.node and finding.process in (-1, first.process)
+    explain = [
+        observed
+        for _, observed in recent
+        if observed.finding.action != "note"
         # What kills by a signal is no line of others: those follow from it.
-        if finding.action != "note" and (mine or not by_signal(first.code)):
-            isolates = finding.group == "critical" and finding.action != "warn"
-            explain.append((not isolates, when, observed))
-    return min(explain, key=lambda entry: entry[:2])[2] if explain else None
+        and (not by_signal(first.code) or _is_of(first, observed))
+    ]
+    isolating = [
+        observed
+        for observed in explain
+        if observed.finding.group == "critical" and observed.finding.action != "warn"
+    ]
+    return next(iter(isolating or explain), None)
+
+
+def _is_of(first: facts.Exited, observed: facts.Observed) -> bool:
+    """Whether a finding is of this process, or of its node."""
+    return observed.node == first.node and observed.finding.process in (-1, first.process)
 
 
 def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
     """Two processes that each say that the other is gone, and were there to say so: their
     connection broke."""
-    accusations = set()
-    for finding in reported:
-        if finding.name == "process gone":
-            for other in re.findall(r"process (\d+) on ", finding.seen):
-                accusations.add((finding.process, int(other)))
-    for process, other in sorted(accusations):
-        if process < other and (other, process) in accusations:
-            return process, other
-    return None
+    accusations = {
+        (finding.process, int(other))
+        for finding in reported
+        if finding.name == "process gone"
+        for other in re.findall(r"process (\d+) on ", finding.seen)
+    }
+    mutual = [(a, b) for a, b in accusations if a < b and (b, a) in accusations]
+    return min(mutual, default=None)
 
 
 def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[int], int]) -> None:
