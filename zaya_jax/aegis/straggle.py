@@ -60,26 +60,23 @@ class Stragglers:
             del self._waiting[min(self._waiting)]
 
     def poll(self) -> list[Straggler]:
-        """The processes named since the last look, judged at each quarter of a window."""
+        """The processes that are slow in both windows and were not named yet, judged at each
+        quarter of a window."""
         if len(self._rows) < 2 * WINDOW or self._new < WINDOW // 4:
             return []
         self._new = 0
-        slow = self._judge()
-        found = slow - self._named
-        self._named |= slow
-        steps = self._rows[0][0], self._rows[-1][0]
-        ratios = np.median([row[1] for row in self._rows], axis=0)
-        costs = np.median([row[2] for row in self._rows], axis=0)
-        return [Straggler(p, float(ratios[p]), float(costs[p]), steps) for p in sorted(found)]
-
-    def _judge(self) -> set[int]:
-        """The processes that are slow in both windows."""
-        ratios, costs = (
-            np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2)
-        )
-        often = np.mean(ratios > SLOWER, axis=1) >= MOST_STEPS
-        slow = often & (np.median(costs, axis=1) > MIN_STEP_SHARE)
-        return set(np.flatnonzero(slow.all(0)).tolist())
+        steps, *tables = zip(*self._rows, strict=True)
+        ratios, costs = map(np.array, tables)  # [steps, processes]
+        windows = 2, WINDOW, self._count
+        often = np.mean(ratios.reshape(windows) > SLOWER, axis=1) >= MOST_STEPS
+        slow = often & (np.median(costs.reshape(windows), axis=1) > MIN_STEP_SHARE)
+        found = {*np.flatnonzero(slow.all(0)).tolist()} - self._named
+        self._named |= found
+        ratio, cost = np.median(ratios, axis=0), np.median(costs, axis=0)
+        return [
+            Straggler(p, float(ratio[p]), float(cost[p]), (steps[0], steps[-1]))
+            for p in sorted(found)
+        ]
 
 
 def _median_of_others(owns: np.ndarray) -> np.ndarray:

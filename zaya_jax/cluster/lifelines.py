@@ -187,22 +187,23 @@ class Lifelines:
         if not matches_shape(fields, FIELDS.get(kind)):
             raise OddMessage
         from_main = connection is self._inside
-        if kind == "all":
-            connection.host = fields[0]
-            self._decided.set()
-        elif kind == "bye" and from_main:
-            self._hung_up_at = time.monotonic()
-            if self.index:
-                self._connections.pop(0).send("bye")
-        elif kind == "bye":
-            self._hub.hang_up(connection)
-        elif self.index and from_main:  # process 0 decides which end counts
-            self._connections[0].send(*message)
-        elif kind == "end":
-            self._end(RunEnd(*fields))
-        elif not self._doubt:
-            self._doubt = time.monotonic(), RunEnd(*fields)
-            self._hub.asked = 0.0  # all give a sign of life now
+        match kind:
+            case "all":
+                connection.host = fields[0]
+                self._decided.set()
+            case "bye" if from_main:
+                self._hung_up_at = time.monotonic()
+                if self.index:
+                    self._connections.pop(0).send("bye")
+            case "bye":
+                self._hub.hang_up(connection)
+            case _ if self.index and from_main:  # process 0 decides which end counts
+                self._connections[0].send(*message)
+            case "end":
+                self._end(RunEnd(*fields))
+            case "doubt" if not self._doubt:
+                self._doubt = time.monotonic(), RunEnd(*fields)
+                self._hub.asked = 0.0  # all give a sign of life now
 
     def _connected(self, connection: Connection, before: Connection | None) -> None:
         if before:
