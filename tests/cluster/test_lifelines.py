@@ -206,10 +206,8 @@ def test_an_odd_message_hangs_up_on_its_sender_and_an_error_of_this_end_is_raise
         hub.register(connection)
         there.sendall(b'["odd"]\n')
         (key, _), *_ = selector.select(1)
-        if error is RuntimeError:
-            with pytest.raises(RuntimeError):
-                key.data()
-            connection.socket.close()
-        else:
+        ends = pytest.raises(RuntimeError) if error is RuntimeError else contextlib.nullcontext()
+        with ends:
             key.data()
+        connection.socket.close()
     assert hear.called and bool(lost) == (error is connections.OddMessage) == (not hub.by_index)

@@ -42,48 +42,41 @@ def checked(devices, injected=None, **keys):
     return Replay(settings, setup, inject)(state["params"], state["balance"].bias, batch)
 
 
-OTHERS = (
-    (1, {}),
-    (2, {}),
-    (4, {"mesh__expert": 2}),
-    (4, {"mesh__context": 2}),
-    (4, {"mesh__tensor": 2}),
-    (4, {"mesh__context": 2, "mesh__ring": True}),
-    (4, {"mesh__fsdp": True}),
-    (4, {"mesh__tensor": 2, "mesh__tsp": True}),
-    (4, {"remat": "layer"}),
-    (4, {"precision__compute": "bfloat16"}),
-)
-MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
+SOUND = [(4, {}, None, None)]  # devices, keys, what is wrong, and what is found
+SLOW = [
+    (1, {}, None, None),
+    (2, {}, None, None),
+    (4, {"mesh__expert": 2}, None, None),
+    (4, {"mesh__context": 2}, None, None),
+    (4, {"mesh__tensor": 2}, None, None),
+    (4, {"mesh__context": 2, "mesh__ring": True}, None, None),
+    (4, {"mesh__fsdp": True}, None, None),
+    (4, {"mesh__tensor": 2, "mesh__tsp": True}, None, None),
+    (4, {"remat": "layer"}, None, None),
+    (4, {"precision__compute": "bfloat16"}, None, None),
+    # one that is wrong once differs from itself
+    (4, {}, {"kind": "flip", "device": 1, "times": 1}, ("unstable", (1,))),
+    (1, {}, {"kind": "flip", "device": 0, "times": 1}, ("unstable", (0,))),
+    # one alone that is always wrong is not found
+    (1, {}, {"kind": "flip", "device": 0}, None),
+    (4, {}, {"kind": "nonfinite", "device": 3}, ("disagrees", (3,))),
+    (2, {}, {"kind": "flip", "device": 1}, ("disagrees", (0, 1))),
+    # of devices that compute together the group is named
+    (8, {"mesh__tensor": 2}, {"kind": "flip", "device": 6}, ("disagrees", (6, 7))),
+]
 
 
-@pytest.mark.parametrize(("devices", "keys"), MESHES)
-def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
-    assert checked(devices, **keys) is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "keys", "fault", "kind", "named"),
-    [
-        # one that is wrong once differs from itself
-        (4, {}, {"kind": "flip", "device": 1, "times": 1}, "unstable", (1,)),
-        (1, {}, {"kind": "flip", "device": 0, "times": 1}, "unstable", (0,)),
-        (4, {}, {"kind": "nonfinite", "device": 3}, "disagrees", (3,)),
-        (2, {}, {"kind": "flip", "device": 1}, "disagrees", (0, 1)),
-        # of devices that compute together the group is named
-        (8, {"mesh__tensor": 2}, {"kind": "flip", "device": 6}, "disagrees", (6, 7)),
-    ],
+    ("devices", "keys", "fault", "expected"),
+    [*SOUND, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_wrong_device_is_named(devices, keys, fault, kind, named, faulty):
-    found = checked(devices, faulty(fault), **keys)
-    assert (found.kind, found.devices) == (kind, named)
-    assert ("a third to decide is not there" in found.why) == (devices == 2)
-
-
-@pytest.mark.slow
-def test_one_alone_that_is_always_wrong_is_not_found(faulty):
-    assert checked(1, faulty({"kind": "flip", "device": 0})) is None
+def test_a_wrong_device_is_named_and_sound_ones_agree_wherever_the_batch_lies(
+    devices, keys, fault, expected, faulty
+):
+    found = checked(devices, fault and faulty(fault), **keys)
+    assert (found and (found.kind, found.devices)) == expected
+    undecided = found is not None and "a third to decide is not there" in found.why
+    assert undecided == (expected is not None and devices == 2)
 
 
 def hashes(parts, words=5, seed=0):
@@ -190,7 +183,7 @@ def expected(monkeypatch):
 KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")
 BFLOAT16 = {"compute": "bfloat16", "newton_schulz": "compute"}
 RIGHT = {"data, two micro-batches": (2, 2, {"optim": {"name": "adamw"}})}
-SLOW = {
+SLOWLY_RIGHT = {
     "fsdp and experts": (4, 1, {"mesh": {"expert": 2, "fsdp": True}, "precision": BFLOAT16}),
     "one device": (1, 1, {"optim": {"name": "adamw"}}),
     "one device in bfloat16": (1, 1, {"precision": BFLOAT16}),
@@ -199,7 +192,9 @@ SLOW = {
     "TSP": (4, 1, {"mesh": {"tensor": 2, "tsp": True}, "precision": BFLOAT16}),
 }
 CASES = [pytest.param(*case, id=name) for name, case in RIGHT.items()]
-CASES += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()]
+CASES += [
+    pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in SLOWLY_RIGHT.items()
+]
 
 
 @pytest.mark.parametrize(("devices", "micro_batches", "keys"), CASES)
