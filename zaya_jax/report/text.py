@@ -36,30 +36,28 @@ def number(value: float, digits: int = 4) -> str:
         return "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
+    return _digits(value, digits).replace("-", "−")
+
+
+def _digits(value: float, digits: int) -> str:
+    """A finite number in ASCII."""
     size = abs(value)
     if value == int(value) and size < 10_000:
-        return f"{int(value)}".replace("-", "−")
+        return f"{int(value)}"
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if max(limit * 0.99995, 9999.5) <= size < 1e15:
-            return f"{value / limit:.{digits}g}".replace("-", "−") + suffix
+            return f"{value / limit:.{digits}g}{suffix}"
     if size >= 1000:
-        return f"{float(f'{value:.{digits}g}'):g}".replace("-", "−")
+        return f"{float(f'{value:.{digits}g}'):g}"
     if size >= 1e-4:
-        return f"{value:.{digits}g}".replace("-", "−")
-    return exponent(f"{value:.{max(1, digits - 2)}e}")
+        return f"{value:.{digits}g}"
+    mantissa, power = f"{value:.{max(1, digits - 2)}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def known(value: float) -> str:
     """A value, a dash where it is not finite."""
     return number(value) if math.isfinite(value) else "–"
-
-
-def exponent(text: str) -> str:
-    """A number in exponent form without its needless zeros."""
-    mantissa, power = text.split("e")
-    if "." in mantissa:
-        mantissa = mantissa.rstrip("0").rstrip(".")
-    return f"{mantissa}e{int(power)}".replace("-", "−")
 
 
 def percent(value: float) -> str:
