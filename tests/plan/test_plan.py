@@ -243,15 +243,20 @@ def test_a_run_without_a_plannable_phase_is_refused_in_one_line():
     assert "give --at_once=N" in refusal(phases, 24)
 
 
-def test_a_phase_for_more_devices_is_a_note():
-    found, notes = phases(1, at_once=4)
-    assert [p.name for p in found] == ["pretrain 1", "pretrain 2"]
-    assert len(notes) == 2 and "phases[2].mesh" in notes[0]
-
-
-def test_a_config_without_own_kernels_is_a_note():
-    _, notes = phases(1024, kernels=("none",))
-    assert len(notes) == 1 and "--config.kernels=none" in notes[0]
+@pytest.mark.parametrize(
+    ("given", "planned", "said"),
+    [
+        # phases for more devices
+        ({"devices": 1, "at_once": 4}, 2, ["phases[2].mesh", "phases[3].mesh"]),
+        ({"devices": 1024, "kernels": ("none",)}, 4, ["--config.kernels=none"]),
+        ({"devices": 1024}, 4, []),
+    ],
+)
+def test_what_a_plan_does_not_know_is_a_note(given, planned, said):
+    found, notes = phases(**given)
+    names = ["pretrain 1", "pretrain 2", "midtrain", "sft"]
+    assert [phase.name for phase in found] == names[:planned]
+    assert all(words in note for words, note in zip(said, notes, strict=True)), notes
 
 
 FREE = dataclasses.replace(RATES, launch=Rate(0.0, "none"))
