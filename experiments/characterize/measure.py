@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import time
@@ -26,7 +27,7 @@ from zaya_jax.hardware.sizing import Advice
 from zaya_jax.plan.phases import page_reads
 from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.svg import Chart, Curve
-from zaya_jax.report.text import duration, number
+from zaya_jax.report.text import duration, number, percent
 from zaya_jax.text import tokenizers
 from zaya_jax.text.shard_format import PAGE_BYTES, SUFFIX
 
@@ -417,12 +418,9 @@ def _products(figures: Measured) -> Section:
     note = f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens." if knee else ""
     title = "Experts: over tokens an expert"
     pictures += _chart(title, _over_rows(grouped, "name"), "TFLOP/s", whole, note)
-    head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s"]
-    if figures.peak:
-        head.append("of the peak")
-    rows = []
-    for product in [*dense, *grouped]:
-        row = [
+    head = ("product", "M", "K", "N", "experts", "a call", "TFLOP/s", "of the peak")
+    rows = [
+        [
             f"{product.label} ({product.name}, {product.dtype})",
             f"{product.m:,}",
             f"{product.k:,}",
@@ -430,10 +428,10 @@ def _products(figures: Measured) -> Section:
             f"{product.groups}",
             duration(product.seconds.median),
             number(product.rate / 1e12),
+            percent(product.rate / (figures.peak or math.nan)),
         ]
-        if figures.peak:
-            row.append(f"{product.rate / figures.peak:.1%}")
-        rows.append(row)
+        for product in (*dense, *grouped)
+    ]
     text = "On one device, the model's own shapes; M are the tokens at once."
     return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
 

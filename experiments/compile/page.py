@@ -45,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
     out = cli.out_folder(args.out, "the results")
     config = _with_ids(args.config)
     host.require_x32()
+    capacity, cluster = None, None
     if args.target == "cpu":
         more = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
+    else:
+        capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     jax.config.update("jax_platforms", "cpu")  # nothing is asked of GPUs that may be here
     segments = _segments(config, args.phase)
     devices = targets.devices(args.target, args.devices, config)
-    capacity, cluster = None, None
-    if args.target != "cpu":
-        capacity, cluster = targets.memory_for_jax(args.target), clusters.of_chip(args.target)
     # report mistakes before compiling
     programs = [_program(config, segment, devices, args.at_once) for segment in segments]
     settings = dict.fromkeys(sizing.describe(program.config, args.target) for program in programs)
