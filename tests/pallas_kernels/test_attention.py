@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compared import assert_all_close, values_and_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_helpers import CPU, documents, normal
+from kernel_helpers import CPU, H200, MI300X, documents, normal
 from rows import fast_alone, slow
 
 from pallas_kernels import chip
-from pallas_kernels.attention import attention, attention_gradients, decode_attention, triton
+from pallas_kernels.attention import attention, attention_gradients, triton
 from pallas_kernels.attention.reference import attention as reference_attention
 
 B, H, K, C = 2, 4, 2, 16
@@ -22,37 +23,22 @@ EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indir
 
 
 def inputs(q_len, k_len, heads=H, kv_heads=K, channels=C, batch=B, dtype=jnp.float32, seed=0):
-    """q, k, v, and the gradients of both outputs."""
+    """q, k and v."""
     rng = np.random.default_rng(seed)
-    shapes = (
-        (q_len, heads, channels),
-        (k_len, kv_heads, channels),
-        (k_len, kv_heads, channels),
-        (q_len, heads, channels),
-    )
-    arrays = [normal(rng, batch, *shape, dtype=dtype) for shape in shapes]
-    return *arrays, normal(rng, batch, q_len, heads)
+    shapes = (q_len, heads, channels), (k_len, kv_heads, channels), (k_len, kv_heads, channels)
+    return [normal(rng, batch, *shape, dtype=dtype) for shape in shapes]
 
 
-@functools.partial(jax.jit, static_argnames=("function", "block"))
-def run(function, arrays, where, block=None):
-    """Both outputs and all gradients; where = (segments of queries and of keys, window, offset) are
-    data, if given."""
-    q, k, v, d_out, d_lse = arrays
+@functools.cache
+def both(function, block=None):
+    """The output and the log-sum-exps by a function; a query without a key has no gradient."""
     options = {"block": block} if block else {}
-    *masks, offset = where
-    scale = q.shape[-1] ** -0.5
 
-    def objective(q, k, v):
-        out, lse = function(
-            q, k, v, *masks, 0 if offset is None else offset, scale=scale, **options
-        )
-        seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
-        total = jnp.sum(out * d_out) + jnp.sum(jnp.where(seen, lse, 0) * d_lse)
-        return total, (out, lse)
+    def run(q, k, v, *masks):
+        out, lse = function(q, k, v, *masks, scale=q.shape[-1] ** -0.5, **options)
+        return out, jnp.where(lse > -1e29, lse, 0), jax.lax.stop_gradient(lse)
 
-    (_, outputs), grads = jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-    return (*outputs, *grads)
+    return run
 
 
 def compare(
@@ -73,16 +59,15 @@ def compare(
     if packed:
         ids = documents(np.random.default_rng(0), len(arrays[0]), max(k_len, q_len + begin))
         segments = ids[:, begin : begin + q_len], ids[:, :k_len]
-    where = *segments, window, offset
+    masks = (*segments, window) if offset is None else (*segments, window, offset)
     with chip.making(made_for or chip.current()):
-        ours = run(attention, arrays, where, block=block)
+        (out, *lses), gradients = values_and_gradients(both(attention, block), arrays, masks)
     with chip.making(CPU):  # one program of the definition for all chips
         exact = tuple(x.astype(jnp.float32) for x in arrays)
-        theirs = run(reference_attention, exact, where)
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
-        assert a.dtype == (jnp.float32 if name == "lse" else arrays[0].dtype)
-        near = dict(atol=tolerance, rtol=tolerance, err_msg=name)
-        np.testing.assert_allclose(a.astype(jnp.float32), b, **near)
+        theirs = values_and_gradients(both(reference_attention), exact, masks)
+    assert {x.dtype for x in (out, *gradients)} == {arrays[0].dtype}
+    assert {x.dtype for x in lses} == {np.dtype("float32")}
+    assert_all_close((out, lses, gradients), theirs, atol=tolerance, rtol=tolerance)
 
 
 LENGTHS = itertools.product([1, 7, 16, 33, 50, 80], ["cpu", "xla", "triton"])
@@ -97,16 +82,6 @@ def test_odd_lengths(length, implementation):
     compare(length, length)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [slow(1, 1), (6, 3), slow(3, 1)])
-def test_groups_of_heads(heads, kv_heads):
-    compare(35, 35, heads, kv_heads)
-
-
-def test_windows():
-    for window in (1, 5, 16, 17, 40, 1000):
-        compare(41, 41, window=window)
-
-
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("length", [33, slow(50)])
 def test_documents_of_a_packed_row(length):
@@ -114,11 +89,23 @@ def test_documents_of_a_packed_row(length):
         compare(length, length, window=window, packed=True)
 
 
-@pytest.mark.parametrize("window", [slow(None), 9])
-def test_queries_that_begin_elsewhere_than_keys(window):
+OFFSETS = 5, 24, -7
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        slow((35, 35, 1, 1), {}),
+        ((35, 35, 6, 3), {}),
+        slow((35, 35, 3, 1), {}),
+        *(((41, 41), {"window": window}) for window in (1, 5, 16, 17, 40, 1000)),
+        *(((19, 43), {"window": 9, "offset": offset}) for offset in (0, *OFFSETS)),
+        *(slow((19, 43), {"offset": offset}) for offset in (0, *OFFSETS)),
+    ],
+)
+def test_groups_of_heads_windows_and_queries_that_begin_elsewhere_than_keys(shape, options):
     """A chunk of a longer sequence; with a negative offset the first queries see no key at all."""
-    for offset in (0, 5, 24, -7):
-        compare(19, 43, window=window, offset=offset)
+    compare(*shape, **options)
 
 
 @EACH
@@ -126,7 +113,8 @@ def test_queries_that_begin_elsewhere_than_keys(window):
 def test_gradients_of_parts_add_up(window, implementation):
     """Each part of the keys gives its share, from the output and the log-sum-exp of all: the basis
     of a ring."""
-    q, k, v, d_out, _ = inputs(19, 43)
+    q, k, v = inputs(19, 43)
+    d_out = normal(np.random.default_rng(1), *q.shape)
     segments = documents(np.random.default_rng(1), B, 43, 0.15)
     own = segments[:, 24:]
 
@@ -140,24 +128,14 @@ def test_gradients_of_parts_add_up(window, implementation):
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def part(start, stop, out, lse):
         s = slice(start, stop)
-        return attention_gradients(
-            (q, k[:, s], v[:, s]),
-            (out, lse, d_out),
-            own,
-            segments[:, s],
-            window,
-            24 - start,
-            scale=0.3,
-            block=16,
-        )
+        arrays, masks = (q, k[:, s], v[:, s]), (own, segments[:, s], window, 24 - start)
+        return attention_gradients(arrays, (out, lse, d_out), *masks, scale=0.3, block=16)
 
     outputs, theirs = expected(q, k, v)
-    parts = [part(0, 20, *outputs), part(20, 43, *outputs)]
-    assert all(x.dtype == jnp.float32 for part in parts for x in part)
-    dq = parts[0][0] + parts[1][0]
-    dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
-    for a, b in zip((dq, dk, dv), theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    first, second = part(0, 20, *outputs), part(20, 43, *outputs)
+    assert {x.dtype for x in (*first, *second)} == {np.dtype("float32")}
+    of_keys = (jnp.concatenate(both, axis=1) for both in zip(first[1:], second[1:], strict=True))
+    assert_all_close((first[0] + second[0], *of_keys), theirs, atol=1e-5)
 
 
 @EACH
@@ -165,38 +143,20 @@ def test_bfloat16_accumulates_in_float32(implementation):
     compare(50, 50, dtype=jnp.bfloat16, tolerance=0.01)
 
 
-def test_one_new_query_against_a_cache():
-    q, k, v, _, _ = inputs(20, 20)
-    valid = jnp.arange(20) < jnp.asarray([[13], [20]])
-    out = decode_attention(q[:, -1:], k, v, valid, scale=0.3)
-    for row, length in enumerate((13, 20)):
-        own = slice(row, row + 1)
-        one = reference_attention(
-            q[own, -1:], k[own, :length], v[own, :length], offset=length - 1, scale=0.3
-        )
-        np.testing.assert_allclose(out[row], one[0][0], atol=1e-5)
-
-
 @EACH
 def test_a_window_as_wide_as_a_number_may_be_is_none(implementation):
     """A position is added to it in int32: 2^31 - 1 and one more would look at no key at all, in the
     gradients alone."""
-    widest = functools.partial(attention, window=2**31 - 1, scale=C**-0.5, block=16)
-    none = functools.partial(reference_attention, scale=C**-0.5)
-    *qkv, d_out, d_lse = inputs(40, 40)
-    ours, theirs = (
-        jax.jit(lambda *x, f=f: jax.vjp(f, *x)[1]((d_out, d_lse)))(*qkv) for f in (widest, none)
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    scale, qkv = C**-0.5, inputs(40, 40)
+    widest = functools.partial(attention, window=2**31 - 1, scale=scale, block=16)
+    ours = values_and_gradients(widest, qkv)
+    theirs = values_and_gradients(functools.partial(reference_attention, scale=scale), qkv)
+    assert_all_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
 # ################################################################################################
 # Kernels for GPUs, interpreted
 # ##################################################################################################
-
-
-MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
 
 
 KERNEL_CASES = {  # lengths of queries and keys, query and key-value heads, channels, batch
@@ -351,15 +311,12 @@ def test_any_shape(data):
 def test_work_behind_the_diagonal():
     """At most 2% at 4,096 tokens, of the FLOPs that the kernels say of themselves."""
     q, k = (jnp.empty((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
-    pairs = 4096 * 4097 / 2 * 8
-    for of in (MI300X, H200):
+    all_pairs = 2 * 128 * 8 * 4096**2
+    for of, kernel in itertools.product((MI300X, H200), ("forward", "queries", "keys")):
         with chip.making(of):
-            for kernel in ("forward", "queries", "keys"):
-                flops, most, _ = triton._Call(kernel, q, k, None, None, None, None, 1.0, None).work(
-                    1
-                )
-                assert most is None and 1 <= flops / (2 * 128 * pairs) < 1.02
-                known = triton._Call(kernel, q, k, None, None, None, jnp.int32(0), 1.0, None).work(
-                    1
-                )
-                assert known[:2] == (2 * 128 * 8 * 4096**2 / 2, 2 * 128 * 8 * 4096**2)
+            whole, chunk = (
+                triton._Call(kernel, q, k, None, None, None, offset, 1.0, None).work(1)
+                for offset in (None, jnp.int32(0))
+            )
+        assert whole.most is None and 1 <= whole.flops / (all_pairs / 2 * 4097 / 4096) < 1.02
+        assert (chunk.flops, chunk.most) == (all_pairs / 2, all_pairs)

@@ -7,23 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compared import assert_near, values_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import CHIPS, MI300X, XLA, normal
 from rows import fast_alone
 
 from pallas_kernels import chip
 from pallas_kernels.cca_mix import convolve, mix, reference, triton
 from pallas_kernels.rotary import rope_table, rotate
 
-MI300X = chip.Chip("cpu", "gfx942", ("cca_mix",))
-TARGETS = {"cpu": chip.Chip("cpu", "cpu"), "xla": chip.Chip("gpu", "gfx942", ()), "kernels": MI300X}
 
-
-def definition(
-    columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
-):
+def definition(columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q):
     """What `mix` gives, by the definitions of its parts, in float32."""
-    del mean_q, dtype
+    del mean_q
     _, heads, channels = by_channel.shape
     packed, rest = jnp.split(columns.astype(jnp.float32), (heads * channels,), axis=-1)
     x, before = (
@@ -35,21 +32,20 @@ def definition(
     return rotate(rope, q), rotate(rope, k), rest
 
 
-def arrays(
+def inputs(
     batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype=jnp.float32, given=False
 ):
-    """The arguments of a `mix`, and those to differentiate by; the results have random weights.
-    With `given` tokens before, the first document goes on from these."""
+    """The arrays of a `mix`, its rotary tables and its segments. With `given` tokens before, the
+    first document goes on from these."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
     g, reach = heads + num_kv, sum(taps) - 2
-    columns = normal(batch, seq, g * channels + values).astype(dtype)
-    before = normal(batch, reach, g * channels) if given else None
-    parameters = (
-        normal(taps[0], g, channels),
-        normal(taps[1], g, channels, channels) / channels**0.5,
-        normal(g, channels),
-        normal(num_kv),
+    arrays = (
+        normal(rng, batch, seq, g * channels + values, dtype=dtype),
+        normal(rng, batch, reach, g * channels) if given else None,
+        normal(rng, taps[0], g, channels),
+        normal(rng, taps[1], g, channels, channels) / channels**0.5,
+        normal(rng, g, channels),
+        normal(rng, num_kv),
     )
     places = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
     rope = [(None, rope_table(places, 1e4, turned))] if turned else []
@@ -59,50 +55,29 @@ def arrays(
         own[:, 0] = 0
         first = np.full((batch, reach), 0 if given else -1)
         segments = jnp.asarray(np.concatenate([first, own], axis=1), jnp.int32)
-    d = (
-        normal(batch, seq, heads, channels),
-        normal(batch, seq, num_kv, channels),
-        normal(batch, seq, values),
-    )
-    return (columns, before, *parameters), rope, segments, d
+    return arrays, (rope, segments, None)
 
 
-NAMES = "columns", "before", "by_channel", "by_head", "bias", "temperature"
-
-
-def gradients(function, given, dtype):
-    of, rope, segments, d = given
-
-    def objective(*arrays):
-        out = function(*arrays, rope, segments, None, dtype)
-        return sum(jnp.sum(x.astype(jnp.float32) * y) for x, y in zip(out, d, strict=True)), out
-
-    found = jax.jit(jax.value_and_grad(objective, argnums=tuple(range(6)), has_aux=True))(*of)
-    return {"q, k, values": found[0][1], **dict(zip(NAMES, found[1], strict=True))}
+def ours(*args):
+    return mix(*args, args[0].dtype)
 
 
 def assert_equal_to_the_definition(given, target=MI300X):
+    arrays, rest = given
     with chip.making(target):
-        suits = triton.suits(*given[0], *given[1:3], None, jnp.float32)
-        assert suits == (given[0][1] is None)
-        ours = gradients(mix, given, jnp.float32)
-    theirs = gradients(definition, given, jnp.float32)
-    for name in ours:
-        for a, b in zip(jax.tree.leaves(ours[name]), jax.tree.leaves(theirs[name]), strict=True):
-            np.testing.assert_allclose(
-                a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name
-            )
+        assert triton.suits(*arrays, *rest, jnp.float32) == (arrays[1] is None)
+        found = values_and_gradients(ours, arrays, rest)
+    assert_near(found, values_and_gradients(definition, arrays, rest))
 
 
 CASES = itertools.product([(2, 2), (1, 1), (3, 2), (1, 3), (4, 1)], [False, True], [False, True])
 FAST = {((2, 2), False, True), ((3, 2), True, True), ((1, 1), True, False)}
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("target", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize(("taps", "given", "cut"), fast_alone(FAST, CASES))
 def test_each_implementation_and_all_gradients(taps, given, cut, target):
-    own = arrays(2, 12, 6, 2, 16, 16, taps, 0, cut, given=given)
-    assert_equal_to_the_definition(own, target)
+    assert_equal_to_the_definition(inputs(2, 12, 6, 2, 16, 16, taps, 0, cut, given=given), target)
 
 
 def test_the_backward_pass_stores_no_neighbours():
@@ -114,17 +89,7 @@ def test_the_backward_pass_stores_no_neighbours():
 
 
 KERNEL_CASES = {  # batch, tokens, heads, num_kv, channels, values, taps, turned, cut
-    "two blocks of tokens, the second reaching over the end": (
-        2,
-        70,
-        2,
-        1,
-        32,
-        32,
-        (2, 2),
-        32,
-        True,
-    ),
+    "two blocks of tokens, the second ends early": (2, 70, 2, 1, 32, 32, (2, 2), 32, True),
     "half of the channels turn, as in ZAYA": (2, 70, 4, 2, 64, 64, (2, 2), 64, True),
     "all channels turn, no values": (2, 70, 3, 1, 64, 0, (3, 1), 64, False),
     "one tap": (2, 70, 2, 2, 16, 16, (1, 1), 0, True),
@@ -141,7 +106,7 @@ FAST_KERNEL_CASES = {
 
 @pytest.mark.parametrize("case", fast_alone(FAST_KERNEL_CASES, KERNEL_CASES))
 def test_values_and_all_gradients(case):
-    assert_equal_to_the_definition(arrays(*KERNEL_CASES[case]))
+    assert_equal_to_the_definition(inputs(*KERNEL_CASES[case]))
 
 
 @pytest.mark.slow
@@ -157,7 +122,7 @@ def test_values_and_all_gradients(case):
 )
 def test_any_shape(batch, seq, num_kv, group, taps, cut, turned):
     assert_equal_to_the_definition(
-        arrays(batch, seq, num_kv * group, num_kv, 32, 32, taps, turned, cut)
+        inputs(batch, seq, num_kv * group, num_kv, 32, 32, taps, turned, cut)
     )
 
 
@@ -166,48 +131,40 @@ def test_bfloat16_errs_as_xlas_does():
     """Against the definition in float32 of the same numbers. The gradient of the norm's input is
     rounded before it is summed for the biases: 0.0027 of that one's norm where XLA's is 0.0019;
     elsewhere ours err less."""
-    given = arrays(1, 70, 4, 2, 32, 64, (2, 2), 32, True, jnp.bfloat16)
-    with chip.making(MI300X):
-        ours = gradients(mix, given, jnp.bfloat16)
-    with chip.making(chip.Chip("gpu", "gfx942", ())):
-        xlas = gradients(mix, given, jnp.bfloat16)
-    exact = gradients(definition, given, jnp.float32)
+    arrays, rest = inputs(1, 70, 4, 2, 32, 64, (2, 2), 32, True, jnp.bfloat16)
+    found = []
+    for target in (MI300X, XLA):
+        with chip.making(target):
+            found.append(values_and_gradients(ours, arrays, rest))
+    exact = values_and_gradients(definition, arrays, rest)
 
     def errors(found):
         norm = lambda x: np.linalg.norm(np.asarray(x, np.float32))  # noqa: E731
         leaves = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
         return np.asarray([norm(np.asarray(a, np.float32) - b) / norm(b) for a, b in leaves])
 
-    assert (errors(ours) <= 1.5 * errors(xlas)).all()
-    assert errors(ours).max() < 2.0**-7
+    of_kernels, of_xla = map(errors, found)
+    assert (of_kernels <= 1.5 * of_xla).all()
+    assert of_kernels.max() < 2.0**-7
 
 
 @pytest.mark.slow
 def test_shares_of_several_blocks_of_tokens():
     """A part of the taps' gradients is of several blocks above 1,024 tokens alone; here of two."""
     two = MI300X._replace(tiles=(("mix_taps", (("threads", 256), ("splits", 2))),))
-    assert_equal_to_the_definition(arrays(2, 70, 1, 1, 16, 0, (1, 2), 0, False), two)
+    assert_equal_to_the_definition(inputs(2, 70, 1, 1, 16, 0, (1, 2), 0, False), two)
 
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():
-    """Odd heads, tables of several widths, rows that continue others, a mean from another
-    device."""
-    (columns, _, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)
-    before, mean_q = jnp.ones((1, 2, 48)), jnp.ones((1, 6, 1, 16))
+    """Odd heads, tables of several widths, a mean from another device, another format; rows that
+    continue others are compared above."""
 
-    def taken(columns, parameters, before=None, rope=rope, mean_q=None, dtype=jnp.float32):
-        return triton.suits(columns, before, *parameters, rope, None, mean_q, dtype)
+    def taken(channels=16, turned=0, mean_q=None, dtype=jnp.float32):
+        arrays, (rope, *_) = inputs(1, 6, 2, 1, channels, channels, (2, 2), turned, False)
+        return triton.suits(*arrays, rope, None, mean_q, dtype)
 
-    assert taken(columns, parameters)
-    narrow, _, *others = arrays(1, 6, 2, 1, 8, 8, (2, 2), 0, False)[0]
-    table = rope_table(jnp.zeros((1, 6), jnp.int32), 1e4, 12)
-    assert not taken(narrow, others)
-    assert not taken(columns, parameters, rope=[(None, table)])
-    assert not taken(columns, parameters, before)
-    assert not taken(columns, parameters, mean_q=mean_q)
-    assert not taken(columns, parameters, dtype=jnp.bfloat16)
-    with chip.making(MI300X):
-        ours = jax.jit(lambda: mix(columns, before, *parameters, rope, None, None, jnp.float32))()
-    theirs = jax.jit(lambda: definition(columns, before, *parameters, rope, None, None, None))()
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert taken()
+    assert not taken(channels=8)
+    assert not taken(turned=12)
+    assert not taken(mean_q=jnp.ones((1, 6, 1, 16)))
+    assert not taken(dtype=jnp.bfloat16)

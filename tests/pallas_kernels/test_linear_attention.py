@@ -2,39 +2,30 @@
 gradients, memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compared import assert_all_close, values_and_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_helpers import CPU, documents, normal, with_gradients
+from kernel_helpers import CPU, H200, MI300X, documents, normal
 from rows import fast_alone, slow
 
 from pallas_kernels import chip
-from pallas_kernels.linear_attention import (
-    decode_linear_attention,
-    finish,
-    heads_first,
-    linear_attention,
-    prompt_state,
-    sums,
-    triton,
-)
+from pallas_kernels.linear_attention import finish, heads_first, linear_attention, sums, triton
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
-
-MI300X, H200 = (chip.Chip("cpu", kind, ("linear_attention",)) for kind in ("gfx942", "NVIDIA H200"))
-NAMES = "out", "dq", "dk", "dv"
 
 
 def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
-    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the
-    end."""
+    """q, k, v, and segments: documents of uneven lengths, padding (0) at the end."""
     rng = np.random.default_rng(seed)
-    q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
-    k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
-    return (q, k, v, d_out), documents(rng, batch, length, 0.05) if packed else None
+    qkv = [
+        normal(rng, batch, length, n, channels, dtype=dtype) for n in (heads, kv_heads, kv_heads)
+    ]
+    return qkv, documents(rng, batch, length, 0.05) if packed else None
 
 
 def by_parts(q, k, v, segments, chunk):
@@ -43,20 +34,21 @@ def by_parts(q, k, v, segments, chunk):
 
 
 def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
-    given, segments = arrays(*shape, **options)
+    qkv, segments = arrays(*shape, **options)
     function = functools.partial(by_parts if parts else linear_attention, chunk=chunk)
     with chip.making(made_for):
-        assert triton.suits(*given[:3]) or made_for is CPU
-    ours = with_gradients(lambda *a: function(*a, segments), *given, made_for)
-    wide = [x.astype(jnp.float32) for x in given]
-    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *wide)
-    for name, a, b, like in zip(NAMES, ours, theirs, (given[0], *given[:3]), strict=True):
-        assert a.dtype == like.dtype
-        if like.dtype == jnp.float32:
-            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
-        else:
+        assert triton.suits(*qkv) or made_for is CPU
+        out, gradients = values_and_gradients(function, qkv, (segments,))
+    wide = [x.astype(jnp.float32) for x in qkv]
+    with chip.making(CPU):
+        theirs = values_and_gradients(reference_linear_attention, wide, (segments,))
+    assert {x.dtype for x in (out, *gradients)} == {qkv[0].dtype}
+    if out.dtype == jnp.float32:
+        assert_all_close((out, gradients), theirs, atol=1e-5, rtol=1e-5)
+    else:
+        for a, b in zip((out, *gradients), jax.tree.leaves(theirs), strict=True):
             far = np.linalg.norm(a.astype(jnp.float32) - b)
-            assert far < 0.015 * max(np.linalg.norm(b), 1), name
+            assert far < 0.015 * max(np.linalg.norm(b), 1)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -74,24 +66,13 @@ def test_gradients_in_bfloat16():
 def test_bfloat16_is_as_exact_as_its_operands():
     """Long enough that a state rounded to bfloat16 would stop growing: 1/256 of it is more than a
     token adds."""
-    (q, k, v, _), _ = arrays(2, 2000, 4, 2, 8, False)
+    (q, k, v), _ = arrays(2, 2000, 4, 2, 8, False)
     v = v.at[:, 1000:].add(1)
     low = linear_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         low.astype(jnp.float32), reference_linear_attention(q, k, v), atol=0.02
     )
-
-
-def test_token_by_token():
-    (q, k, v, _), _ = arrays(2, 12, 4, 2, 8, False)
-    visible = jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    rest = jnp.ones((2, 7), jnp.int32)
-    whole = reference_linear_attention(q, k, v, jnp.concatenate([visible, rest], 1))
-    state = prompt_state(k[:, :5], v[:, :5], visible)
-    for i in range(5, 12):
-        out, state = decode_linear_attention(*(x[:, i : i + 1] for x in (q, k, v)), state)
-        np.testing.assert_allclose(out[:, 0], whole[:, i], atol=1e-5)
 
 
 def test_no_square_array_at_32k_tokens():
@@ -180,37 +161,32 @@ def test_any_shape(data):
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():
     """Heads that are too wide, formats that differ, no token, and float32 on NVIDIA's chips."""
-    like = lambda channels, dtype=jnp.float32, length=4: jnp.zeros((1, length, 1, channels), dtype)  # noqa: E731
+
+    def like(channels, dtype=jnp.bfloat16, length=4):
+        return jnp.zeros((1, length, 1, channels), dtype)
+
     for made_for, taken in ((MI300X, True), (H200, False)):
         with chip.making(made_for):
-            assert triton.suits(*3 * [like(8)]) is taken
-            assert triton.suits(*3 * [like(256, jnp.bfloat16)])
-            assert not triton.suits(*3 * [like(257, jnp.bfloat16)])
-            assert not triton.suits(*3 * [like(8, jnp.bfloat16, 0)])
-            assert not triton.suits(like(8, jnp.bfloat16), like(8, jnp.bfloat16), like(8))
-    q = like(129)
-    with chip.making(MI300X):
-        assert "pallas_call" not in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q))
-        assert "pallas_call" in str(
-            jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q[..., :128])
-        )
+            assert triton.suits(*3 * [like(8, jnp.float32)]) is taken
+            assert triton.suits(*3 * [like(256)])
+            assert not triton.suits(*3 * [like(257)])
+            assert not triton.suits(*3 * [like(8, length=0)])
+            assert not triton.suits(like(8), like(8), like(8, jnp.float32))
+    assert not kernels_of(like(129, jnp.float32)) and kernels_of(like(128, jnp.float32))
+
+
+def kernels_of(q, made_for=MI300X, **options):
+    """The kernels of a program, forward and backward, in turn."""
+    with chip.making(made_for):
+        program = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(linear_attention(q, q, q, **options))))
+        return re.findall(r"name=linear_(\w+)", str(program(q)))
 
 
 def test_the_kernels_are_what_runs():
     """Forward three, or one where there is one chunk; backward four more, or two; none where they
     are turned off."""
-    (q, k, v, _), _ = arrays(1, 40, 2, 1, 16, False)
-
-    def names(made_for, chunk):
-        with chip.making(made_for):
-            program = jax.make_jaxpr(
-                jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk)))
-            )(q)
-        return [w for w in str(program).split() if w.startswith("name=linear_")]
-
+    q = jnp.zeros((1, 40, 2, 16))
     own = ["states", "carry", "outputs", "d_queries", "states", "carry", "d_keys"]
-    assert names(MI300X, 16) == [f"name=linear_{name}" for name in own]
-    assert names(MI300X, 64) == [
-        f"name=linear_{name}" for name in ("outputs", "d_queries", "d_keys")
-    ]
-    assert names(MI300X._replace(kernels=()), 16) == []
+    assert kernels_of(q, chunk=16) == own
+    assert kernels_of(q, chunk=64) == ["outputs", "d_queries", "d_keys"]
+    assert kernels_of(q, MI300X._replace(kernels=()), chunk=16) == []
