@@ -1,13 +1,11 @@
 """A row of several documents equals the documents run alone: logits and gradients, for any tap
 counts."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from compared import assert_norms_close, values_and_gradients
 from rows import slow
 
 from zaya_jax.config import LAYER_KINDS
@@ -53,28 +51,21 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
                 name,
                 range(len(doc)),
             )
-    weight = rng.standard_normal((starts[-1], model.vocab_size)).astype(np.float32)
 
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def run(params, rows, columns):
+    def of_documents(params, rows, columns):
         """The documents' logits where they stand in these rows and columns."""
         out, counts = logits(model, params, bias, ids, segments, positions)
-        return jnp.sum(out[rows, columns] * weight), (out[rows, columns], counts)
+        return out[rows, columns], counts
 
     apart, within = np.nonzero(segments[1:])
+    packed, alone = (np.zeros_like(apart), np.arange(starts[-1])), (apart + 1, within)
     with jax.default_matmul_precision("highest"):
-        (_, (ours, counts)), our_grads = run(params, np.zeros_like(apart), np.arange(starts[-1]))
-        (_, (theirs, _)), their_grads = run(params, apart + 1, within)
+        (ours, counts), our_grads = values_and_gradients(of_documents, (params,), packed)
+        (theirs, _), their_grads = values_and_gradients(of_documents, (params,), alone)
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
     # padding is not counted
     assert counts.sum(1).tolist() == [2 * sum(LENGTHS)] * model.num_hidden_layers
-
-    def near(path, ours, theirs):
-        error = np.linalg.norm(ours - theirs)
-        assert error <= 1e-4 * np.linalg.norm(theirs) + 1e-6, jax.tree_util.keystr(path)
-
-    jax.tree_util.tree_map_with_path(near, our_grads, their_grads)
+    assert_norms_close(our_grads, their_grads, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +79,16 @@ def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient
     params, bias = zaya.init(model, jax.random.key(0)), zaya.init_balance(model)
     params["embed"]["embedding"] = params["embed"]["embedding"].at[0].set(0)
     rows = np.random.default_rng(0).integers(1, model.vocab_size, (2, 18))
-    real = np.ones_like(rows)
-    padding = np.arange(18) >= 12
+    real, padding = np.ones_like(rows), np.arange(18) >= 12
 
-    @jax.jit
-    @jax.value_and_grad
-    def gradients(params, ids, segments):
+    def likelihoods(params, ids, segments):
+        """Of tokens behind which there are others: none looks at them."""
         out, _ = logits(model, params, bias, ids, segments)
-        return jnp.sum(jax.nn.log_softmax(out)[:, :12, 3])
+        return jax.nn.log_softmax(out)[:, :12, 3]
 
+    padded = np.where(padding, 0, rows), np.where(padding, 0, real)
     with jax.default_matmul_precision("highest"):
-        ours, our_grads = gradients(params, np.where(padding, 0, rows), np.where(padding, 0, real))
-        # tokens after those that count: none looks at them
-        theirs, their_grads = gradients(params, rows, real)
+        ours, our_grads = values_and_gradients(likelihoods, (params,), padded)
+        theirs, their_grads = values_and_gradients(likelihoods, (params,), (rows, real))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(their_grads), strict=True):
-        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6
+    assert_norms_close(our_grads, their_grads, 1e-4, 1e-6)

@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import model_helpers
 import numpy as np
 import pytest
+from compared import assert_all_close, assert_norms_close
 from flax import nnx
 from refusals import check_refused
 from rows import slow
 
 from experiments.configs import dense_7b
 from pallas_kernels import chip
+from pallas_kernels.attention.reference import attention
+from pallas_kernels.residual_norm.reference import read
+from pallas_kernels.rotary import rope_table, rotate
 from zaya_jax import config
 from zaya_jax.config import Model, Precision, Rope, RopeKinds
 from zaya_jax.hardware import chips
@@ -116,8 +120,7 @@ def gradients(*case):
 def test_recomputing_changes_no_gradient(case):
     remat, *kinds = case
     plain = gradients("none", *kinds)
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(gradients(remat, *kinds)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+    assert_all_close(gradients(remat, *kinds), plain, atol=1e-3, rtol=1e-4)
 
 
 def test_elementwise_recomputes_no_product_of_weights():
@@ -154,24 +157,16 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
 
 @pytest.mark.slow
 def test_layers_written_out_are_the_scan(monkeypatch):
-    model = model_helpers.small()
-    params, bias = model_helpers.weights(model)
-    ids = np.arange(20).reshape(2, 10)
-
-    def loss(params):
-        out = zaya.apply(model, params, bias, TokenRows(ids), precision=model_helpers.EXACT)
-        return jnp.sum(out.hidden**2), out.counts
-
     def run():
-        lowered = jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True)).lower(params)
+        traced, params = traced_gradients("none")
+        lowered = traced.lower()
         return lowered.as_text().count("stablehlo.while"), lowered.compile()(params)
 
     loops, scanned = run()
     monkeypatch.setattr(chip.Chip, "unrolls", lambda *_: True)
     loops_left, written_out = run()
     assert loops_left != loops
-    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(written_out), strict=True):
-        assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b)
+    assert_norms_close(scanned, written_out, 3e-6)
 
 
 EXACT, DENSE = model_helpers.EXACT, model_helpers.DENSE
@@ -239,37 +234,25 @@ def test_no_second_copy_of_the_weights_is_kept(remat):
 
 
 def dense_definition(model, params, ids):
-    """The same model written plainly, one sequence of float64 at a time."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    h_num, k_num, c = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    """The same model of the operators' definitions, layer by layer."""
+    eps, channels, positions = model.rms_norm_eps, model.head_dim, jnp.arange(ids.shape[1])
+    rope = [(None, rope_table(jnp.broadcast_to(positions, ids.shape), 10_000.0, channels))]
 
-    def norm(x, scale):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.rms_norm_eps) * scale
+    def norm(x, weights):
+        return read(x, weights["scale"], eps, jnp.float32)[0]
 
-    def turn(x):
-        angles = np.arange(len(x))[:, None] / 10_000.0 ** (np.arange(0, c, 2) / c)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-        a, b = x[..., : c // 2], x[..., c // 2 :]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = (p["embed"]["embedding"][ids] + p["embed"]["bias"]) * p["embed"]["scale"]
-    layers, causal = p["layers"], np.tril(np.ones((len(ids), len(ids)), bool))
+    embed = params["embed"]
+    h = (embed["embedding"][ids] + embed["bias"]) * embed["scale"]
     for i in range(model.num_hidden_layers):
-        y = norm(x, layers["attn_norm"]["scale"][i])
-        kernels = {n: layers["attention"][n]["kernel"][i] for n in "qkvo"}
-        q, k, v = (
-            (y @ kernels[n]).reshape(len(ids), num, c)
-            for n, num in (("q", h_num), ("k", k_num), ("v", k_num))
-        )
-        q, k, v = turn(q), np.repeat(turn(k), h_num // k_num, 1), np.repeat(v, h_num // k_num, 1)
-        scores = np.where(causal, np.einsum("ihc,jhc->hij", q, k) / np.sqrt(c), -np.inf)
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("hij,jhc->ihc", scores / scores.sum(-1, keepdims=True), v)
-        x = x + out.reshape(len(ids), -1) @ kernels["o"]
-        y = norm(x, layers["mlp_norm"]["scale"][i])
-        gate, up, down = (layers["mlp"][n]["kernel"][i] for n in ("gate", "up", "down"))
-        x = x + (y @ gate / (1 + np.exp(-(y @ gate))) * (y @ up)) @ down
-    return norm(x, p["final_norm"]["scale"])
+        layer = jax.tree.map(lambda x, i=i: x[i], params["layers"])
+        x, kernels = norm(h, layer["attn_norm"]), layer["attention"]
+        q, k, v = ((x @ kernels[n]["kernel"]).reshape(*ids.shape, -1, channels) for n in "qkv")
+        out, _ = attention(rotate(rope, q), rotate(rope, k), v, scale=channels**-0.5)
+        h = h + out.reshape(*ids.shape, -1) @ kernels["o"]["kernel"]
+        x, kernels = norm(h, layer["mlp_norm"]), layer["mlp"]
+        gate, up = (x @ kernels[n]["kernel"] for n in ("gate", "up"))
+        h = h + (jax.nn.silu(gate) * up) @ kernels["down"]["kernel"]
+    return norm(h, params["final_norm"])
 
 
 def test_it_is_its_definition():
@@ -280,8 +263,8 @@ def test_it_is_its_definition():
     with jax.default_matmul_precision("highest"):
         apply = jax.jit(functools.partial(zaya.apply, model, precision=EXACT))
         out = apply(params, bias, TokenRows(jnp.asarray(ids)))
-    for row, expected in zip(out.hidden, ids, strict=True):
-        np.testing.assert_allclose(row, dense_definition(model, params, expected), atol=2e-5)
+        expected = dense_definition(model, params, ids)
+    np.testing.assert_allclose(out.hidden, expected, atol=2e-5)
     np.testing.assert_array_equal(out.counts, [[22, 0], [22, 0]])
 
 
