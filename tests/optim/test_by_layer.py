@@ -15,6 +15,7 @@ import optim_helpers
 import pytest
 from jax.sharding import PartitionSpec
 from measured_figures import FAST, SLOW
+from meshes import mesh_of
 from rows import slow
 
 from zaya_jax import config
@@ -23,8 +24,7 @@ from zaya_jax.config import Optim
 from zaya_jax.hardware import measured, sizing
 from zaya_jax.optim import chain
 from zaya_jax.optim.zero import by_layer, matrices
-from zaya_jax.parallel import mesh as meshes
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.mesh import devices_of_node, make_mesh
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -60,17 +60,10 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
     layout = chain.build(
         Optim(), optim_helpers.FLOAT32, like, axes=axes, node=node, two_levels_under=2**60
     ).layout
-    assert {"layers/experts/gate_up", "layers/experts/down"} <= layout.by_layer.keys()
-    mesh = optim_helpers.mesh_of(**axes)
-    rng = np.random.default_rng(0)
-    devices = math.prod(axes.values())
+    rng, devices = np.random.default_rng(0), math.prod(axes.values())
     gradients = {
-        path: (
-            rng.integers(
-                -9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)
-            ).astype(np.float32)
-        )
-        for path in ("layers/experts/gate_up", "layers/experts/down")
+        f"layers/experts/{name}": rng.integers(-9, 9, (devices, *x.shape)).astype(np.float32)
+        for name, x in like["layers"]["experts"].items()
     }
 
     def body(gradients):
@@ -79,12 +72,11 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, node, layers, experts):
             way = layout.by_layer[path]
             shares = jax.lax.map(way.share_of_layer, parts[0])
             assert shares.shape == way.shape
-            both.append(
-                (way.to_owners(shares), way.bucket.reduce({path: parts[0]})[way.bucket.name])
-            )
+            whole = way.bucket.reduce({path: parts[0]})[way.bucket.name]
+            both.append((way.to_owners(shares), whole))
         return both
 
-    everywhere = PartitionSpec(tuple(axes))
+    mesh, everywhere = mesh_of(**axes), PartitionSpec(tuple(axes))
     run = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     compiled = jax.jit(run).lower(gradients).compile()
     for ours, theirs in compiled(gradients):
@@ -237,7 +229,7 @@ def test_a_node_is_known_by_its_host_or_its_process():
             SimpleNamespace(slice_index=h, process_index=p)
             for h, p in zip(hosts, processes, strict=True)
         ]
-        return meshes.devices_of_node(SimpleNamespace(devices=np.array(devices)))
+        return devices_of_node(SimpleNamespace(devices=np.array(devices)))
 
     assert of([0, 0, 0, 1, 1, 1], range(6)) == 3  # a process for each GPU
     assert of([0] * 6, [0, 0, 0, 1, 1, 1]) == 3  # hosts are not told apart

@@ -10,7 +10,9 @@ import logical_state
 import numpy as np
 import optim_helpers
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 from refusals import check_refused
 from rows import fast_alone, slow
 
@@ -25,77 +27,91 @@ def like():
     return optim_helpers.shapes()
 
 
+def compiled(optimizer, mesh, like) -> jax.stages.Compiled:
+    """An update on a mesh whose devices have all weights; gradients have a first dim of one part
+    for each device, whose sum is the gradient."""
+
+    def step(params, state, parts):
+        return optimizer.apply(jax.tree.map(lambda x: x[0], parts), state, params, lr=0.1)
+
+    state = optimizer.specs()
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), state, P(mesh.axis_names)),
+        out_specs=(P(), state),
+        check_vma=False,
+    )
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype), like)
+    return jax.jit(mapped).lower(like, jax.eval_shape(optimizer.init), parts).compile()
+
+
+def check_collectives(program, layout, size) -> None:
+    """One reduce-scatter and one all-gather, of numbers of so many bytes, for each large bucket,
+    and sums of all that is small."""
+    found, devices = hlo.collectives(program), layout.grid.num_devices
+    travel = [b for b in layout.matrices.values() if not b.summed_whole]
+    numbers = {name: math.prod(b.matrix) * b.count for name, b in layout.matrices.items()}
+    # less than a row a device is padding
+    assert all(0 <= 8 * b.padded_rows - numbers[b.name] < 8 * devices for b in travel)
+    (vectors,) = layout.vectors
+    cut, whole = 4 * devices * vectors.sizes["adamw cut"], 4 * vectors.sizes["adamw whole"]
+    padded, groups = [8 * b.padded_rows for b in travel], len(layout.metric_groups)
+    # One sum for all that is small, one for small matrices' directions, and the norms: first those
+    # of gradients.
+    small = 4 * sum(numbers[b.name] for b in layout.matrices.values() if b.summed_whole)
+    sums = [4 * groups, 8 * groups, whole + small, *([small] if small else [])]
+    rounds = 2 * sum(
+        len(b.plan.joins) + sum(leg.pairs is not None for leg in b.plan.out) for b in travel
+    )
+    by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
+    assert len(by_kind.pop("collective-permute")) == rounds > 0
+    # XLA:CPU has a reduce-scatter of its own.
+    assert {kind: sizes for kind, sizes in by_kind.items() if sizes} == {
+        "reduce-scatter": sorted([cut, *(4 * n for n in padded)]),
+        "all-gather": sorted([cut, *(size * n for n in padded)]),
+        "all-reduce": sorted(sums),
+    }
+    for c in found:
+        assert c.times == 1 and (c.kind == "collective-permute" or c.group_size == devices)
+    for b in travel:
+        traffic = b.traffic(b.name, size)
+        assert traffic["reduce-scatter"] == 4 * 8 * b.padded_rows
+        assert traffic["all-gather"] == size * 8 * b.padded_rows
+
+
+def bytes_per_device(optimizer) -> int:
+    """Bytes of optimizer state that each device holds."""
+    grid = optimizer.layout.grid
+    mesh = AbstractMesh(grid.shape, grid.names)
+
+    def part(x, spec):
+        return math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+
+    parts = jax.tree.map(part, jax.eval_shape(optimizer.init), optimizer.specs())
+    return sum(jax.tree.leaves(parts))
+
+
 @pytest.mark.parametrize("precision", [slow("float32"), "bfloat16"])
 def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     # numbers: of the router's four matrices three are smaller
     monkeypatch.setattr(matrices, "SMALL", 1500)
-    mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
-    optimizer = chain.build(
-        Optim(), Precision(newton_schulz=precision), like, specs=specs, axes=mesh.shape
-    )
-    program = compiled(optimizer, mesh, specs, like)
-    found, layout = hlo.collectives(program), optimizer.layout
-    assert layout.sharded
-    names = {
-        "muon 16x32",
-        "muon 32x16",
-        "muon 32x2x16",
-        "muon 32x8",
-        "muon 32x4",
-        "muon 8x8",
-        "muon 8x5",
-    }
-    assert set(layout.methods) == names | {"adamw cut", "adamw whole"}
-    travel = {name: b for name, b in layout.matrices.items() if not b.summed_whole}
-    small = {name: b for name, b in layout.matrices.items() if b.summed_whole}
-    assert travel.keys() == {"muon 16x32", "muon 32x16", "muon 32x2x16", "muon 32x8"}
-
-    size = 2 if precision == "bfloat16" else 4
-    (vectors,) = layout.vectors
-    cut, whole = 4 * 8 * vectors.sizes["adamw cut"], 4 * vectors.sizes["adamw whole"]
-    numbers = {name: math.prod(b.matrix) * b.count for name, b in layout.matrices.items()}
-    # a row a device
-    assert all(b.padded_rows * 8 - numbers[name] < 8 * 8 for name, b in travel.items())
-    by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
-    # XLA:CPU has a reduce-scatter of its own; one and one all-gather a bucket, as the formula says,
-    # once each.
-    padded = [b.padded_rows * 8 for b in travel.values()]
-    assert by_kind.pop("reduce-scatter") == sorted([cut, *(4 * n for n in padded)])
-    assert by_kind.pop("all-gather") == sorted([cut, *(size * n for n in padded)])
-    # One sum for all that is small, one for small matrices' directions, and the norms: first those
-    # of gradients.
-    summed = 4 * sum(numbers[name] for name in small)
-    assert by_kind.pop("all-reduce") == sorted(
-        [4 * len(layout.metric_groups), 8 * len(layout.metric_groups), summed, summed + whole]
-    )
-    rounds = [c for c in found if c.kind == "collective-permute"]
-    assert len(by_kind.pop("collective-permute")) == 2 * sum(
-        len(b.plan.joins) + sum(leg.pairs is not None for leg in b.plan.out)
-        for b in travel.values()
-    )
-    assert rounds and not any(by_kind.values())
-    assert all(c.times == 1 for c in found) and all(
-        c.group_size == 8 for c in found if c not in rounds
-    )
-    for name, b in travel.items():
-        traffic = b.traffic(name, size)
-        assert traffic["reduce-scatter"] == 4 * 8 * b.padded_rows
-        assert traffic["all-gather"] == size * 8 * b.padded_rows
+    mesh = mesh_of(data=4, expert=2)
+    optimizer = chain.build(Optim(), Precision(newton_schulz=precision), like, axes=mesh.shape)
+    program, layout = compiled(optimizer, mesh, like), optimizer.layout
+    travel = {"muon 16x32", "muon 32x16", "muon 32x2x16", "muon 32x8"}
+    small = {"muon 32x4", "muon 8x8", "muon 8x5"}
+    assert layout.sharded and set(layout.methods) == travel | small | {"adamw cut", "adamw whole"}
+    assert {name for name, b in layout.matrices.items() if b.summed_whole} == small
+    check_collectives(program, layout, 2 if precision == "bfloat16" else 4)
     kept = [4 * math.prod(b.matrix) * b.slots for b in layout.matrices.values()]
-    kept += [8 * n for n in vectors.sizes.values()]
+    kept += [8 * n for n in layout.vectors[0].sizes.values()]
     # the rest are counters and figures
-    assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256
+    assert 0 <= bytes_per_device(optimizer) - sum(kept) < 256
     # The program's own arguments: the state, the parameters, and one part of the gradients.
     weights = sum(4 * x.size for x in jax.tree.leaves(like))
     state = program.memory_analysis().argument_size_in_bytes - 2 * weights
-    assert abs(state - optim_helpers.bytes_per_device(optimizer)) < 4096
-
-
-def compiled(optimizer, mesh, specs, like) -> jax.stages.Compiled:
-    step = optim_helpers.mesh_step(optimizer, mesh, specs)
-    devices = math.prod(mesh.shape.values())
-    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((devices, *x.shape), x.dtype), like)
-    return step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile()
+    assert abs(state - bytes_per_device(optimizer)) < 4096
 
 
 def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
@@ -103,53 +119,29 @@ def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
     monkeypatch.setattr(matrices, "SMALL", 0)
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((40, 32), np.float32)}}
     like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 5, 32, 24), np.float32)}}
-    mesh, specs = optim_helpers.mesh_of(data=7), optim_helpers.replicated(like)
-    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
-    found = hlo.collectives(compiled(optimizer, mesh, specs, like))
-    share = -(-5 * 32 * 24 // (8 * 7)) * 8
-    table = 35 * 32  # five rows on each device; all devices have the other five
-    assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted(
-        [4 * 7 * share, 4 * table]
-    )
-    assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted(
-        [2 * 7 * share, 4 * table]
-    )
-    sent = [c.bytes for c in found if c.kind == "collective-permute"]
-    assert max(sent) <= 4 * share and len(sent) <= 2 * 4
-    assert sorted(c.bytes for c in found if c.kind == "all-reduce") == [4 * 2, 8 * 2, 4 * 5 * 32]
-    assert {c.kind for c in found} == {
-        "reduce-scatter",
-        "all-gather",
-        "collective-permute",
-        "all-reduce",
-    }
+    optimizer = chain.build(Optim(), Precision(), like, axes=dict(data=7))
+    program, layout = compiled(optimizer, mesh_of(data=7), like), optimizer.layout
+    check_collectives(program, layout, 2)
+    (vectors,) = layout.vectors
+    # five rows of the table on each device; all devices have the other five
+    assert [*vectors.sizes.values()] == [5 * 32, 5 * 32]
+    sent = [c.bytes for c in hlo.collectives(program) if c.kind == "collective-permute"]
+    assert max(sent) <= 4 * -(-5 * 32 * 24 // 7) and len(sent) <= 2 * 4
 
 
 def test_memory_is_an_eighth_where_stacks_divide():
     """At the sizes of ZAYA1, where every device keeps only little whole."""
     like = optim_helpers.shapes(L=40, D=2048, H=8, K=2, C=128, E=16, F=2048, R=256, V=262_272)
-    whole = optim_helpers.bytes_per_device(chain.build(Optim(), Precision(), like))
+    whole = bytes_per_device(chain.build(Optim(), Precision(), like))
     share = chain.build(Optim(), Precision(weights="float32"), like, axes=dict(data=8))
-    assert whole / 8 <= optim_helpers.bytes_per_device(share) < 1.03 * whole / 8
+    assert whole / 8 <= bytes_per_device(share) < 1.03 * whole / 8
     experts = 4 * 40 * 16 * 3 * 2048**2  # of which other devices have copies
     copied = chain.build(Optim(), Precision(), like, axes=dict(data=8))
-    assert (
-        optim_helpers.bytes_per_device(copied)
-        == optim_helpers.bytes_per_device(share) + experts / 8
-    )
+    assert bytes_per_device(copied) == bytes_per_device(share) + experts / 8
 
 
 def test_one_device_needs_no_bucket(like):
     assert not chain.build(Optim(), Precision(), like, axes=dict(data=1, expert=1)).layout.sharded
-
-
-def test_buckets_join_stacks_of_one_shape():
-    like = optim_helpers.shapes(L=3, D=16, H=2, K=2, C=8, E=4, F=8, R=16, V=20)
-    layout = chain.build(Optim(), Precision(), like, axes=dict(data=8)).layout
-    # q, k and o are 16x16, so are the router's down, fc1 and fc2: 3 layers of them.
-    bucket = layout.matrices["muon 16x16"]
-    assert bucket.count == 3 * 6 and bucket.slots == 3
-    assert layout.matrices["muon 8x16"].count == layout.matrices["muon 16x2x8"].count == 12
 
 
 def test_sizes_that_do_not_divide_are_named(like):
@@ -192,7 +184,7 @@ def layout_on(axes: dict[str, int], sharded: tuple[str, ...]) -> zero.Layout:
 def there_and_back(layout: zero.Layout, axes: dict[str, int], dtype=jnp.float32):
     """The sum of whole-numbered gradients, the shares that `reduce` made of it, and what `gather`
     made of these."""
-    mesh = optim_helpers.mesh_of(**axes)
+    mesh = mesh_of(**axes)
     random = np.random.default_rng(0)
     specs = {w.path: P(*(dim or None for dim in w.dims)) for w in layout.weights}
     free = {w.path: tuple(a for a in axes if a not in w.axes) for w in layout.weights}
