@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import logical_state
 import numpy as np
+from compared import assert_norms_close
 from jax.sharding import PartitionSpec
 
 from zaya_jax import config
@@ -192,15 +193,7 @@ def assert_same(ours, theirs):
     """Loss within 1e-6, counts equal, every gradient within 1e-5 of its norm."""
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
     np.testing.assert_array_equal(ours[1], theirs[1])
-    for (path, a), b in zip(
-        jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True
-    ):
-        bound = 1e-5 * np.linalg.norm(b) + 1e-8
-        assert np.linalg.norm(a - b) <= bound, (
-            jax.tree_util.keystr(path),
-            np.linalg.norm(a - b),
-            np.linalg.norm(b),
-        )
+    assert_norms_close(ours[2], theirs[2], 1e-5, 1e-8)
 
 
 class Run:

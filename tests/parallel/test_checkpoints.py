@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from compared import assert_all_close
 from mesh_helpers import Run
 from rows import fast_alone, slow
 
@@ -80,12 +81,7 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
     assert compiled == [], "a run that goes on needs no other program than one that begins"
     np.testing.assert_allclose(losses, reference()[0], rtol=2e-6)
     for part in ("params", "balance"):
-        for a, b in zip(
-            jax.tree.leaves(here.logical()[part]),
-            jax.tree.leaves(reference()[1][part]),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, atol=2e-5)
+        assert_all_close(here.logical()[part], reference()[1][part], atol=2e-5)
 
 
 @functools.cache
@@ -111,8 +107,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
     there.state = store.restore(
         2, there.snapshots.abstract, there.snapshots.locations, there.snapshots.to_state
     )
-    for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, there.logical(), logical)
     reader = SealedSource(store.root.parent, 2)  # what to_hf reads with
     np.testing.assert_array_equal(
         reader.read("params.layers.experts.gate_up", 1),
@@ -180,5 +175,4 @@ def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     store.save(2, copy, {"step": 2, "tokens": 2}, snapshots.locations)
     store.wait()
     here.state = store.restore(2, snapshots.abstract, snapshots.locations, snapshots.to_state)
-    for a, b in zip(jax.tree.leaves(here.logical()), jax.tree.leaves(logical), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, here.logical(), logical)

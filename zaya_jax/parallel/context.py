@@ -4,7 +4,7 @@ keys and values.
 Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in
 that order: under a causal mask an early chunk is little work and a late one much, so each pair is
 the same work. For layers the two are rows of the batch (`ZigzagChunks`), each with the columns
-before it (`halo`), and only attention needs other tokens: `attention_over_chunks` gathers all keys and values, or sends
+before it (`halo`), and only attention needs other tokens: it gathers all keys and values, or sends
 them round a ring (`ring.py`). Everything else is per token.
 
 All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in
@@ -46,97 +46,76 @@ def natural(length: int, parts: int) -> np.ndarray:
     return np.argsort(zigzag(length, parts))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """The device's two chunks of a sequence, and the whole sequence's segments, gathered once per
-    step."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZigzagChunks(Placement):
+    """The device's two chunks of each sequence, each a row of the batch: cut once, before the first
+    layer."""
 
     axes: tuple[str, ...]
     parts: int  # devices that share a sequence
     chunk: int  # tokens in a chunk
     starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
-    segments: Int[Array, "B S"] | None  # of all devices, in the sequence's own order
+    # of all devices, in the sequence's own order; gathered once per step
+    whole_segments: Int[Array, "B S"] | None
     # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
     meet: jax.Array | None
     ring: bool
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """[B, S / N, ...] to [2 B, c, ...]: chunks as rows of the batch."""
+    def rows(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, self.chunk, *x.shape[2:])
 
-    def join(self, x: jax.Array) -> jax.Array:
-        """The inverse of `split`."""
+    def joined(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, 2 * self.chunk, *x.shape[2:])
 
-    def positions(self, batch: int) -> Int[Array, "B S/N"]:
-        """Each token's index in the sequence."""
-        row = self.starts[:, None] + jnp.arange(self.chunk)
-        return jnp.broadcast_to(row.reshape(-1), (batch, 2 * self.chunk))
-
-    def first(self, rows: int) -> jax.Array:
-        """[rows], for rows from `split`: whether the row is the sequence's first chunk."""
-        return jnp.tile(self.starts == 0, rows // 2)
-
-    def segments_before(self, reach: int) -> Int[Array, "2B reach"] | None:
-        """Segments of the columns before each chunk, -1 before the sequence."""
-        if self.segments is None:
-            return None
-        padded = jnp.pad(self.segments, ((0, 0), (reach, 0)), constant_values=-1)
-        both = [lax.dynamic_slice_in_dim(padded, start, reach, 1) for start in self.starts]
-        return jnp.stack(both, axis=1).reshape(-1, reach)
-
-
-def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Chunks:
-    """The device's place in sequences whose `length` tokens it holds. One all-gather: 4 B S bytes
-    of segments."""
-    axes, parts = spread.sequence_axes, spread.sequence_parts
-    assert length % 2 == 0
-    me, chunk = lax.axis_index(axes), length // 2
-    starts = jnp.stack([me, 2 * parts - 1 - me]).astype(jnp.int32) * chunk
-    whole = None if segments is None else gather(segments, axes)
-    meet = ring.chunks_that_meet(whole, chunk) if spread.ring and whole is not None else None
-    return Chunks(axes, parts, chunk, starts, whole, meet, spread.ring)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ZigzagChunks(Placement):
-    """Chunks of sequences split over devices, each a row of the batch: cut once, before the first
-    layer."""
-
-    chunks: Chunks
-
-    def rows(self, x: jax.Array) -> jax.Array:
-        return self.chunks.split(x)
-
-    def joined(self, x: jax.Array) -> jax.Array:
-        return self.chunks.join(x)
-
     def positions(self, batch: int, length: int) -> Int[Array, "2B c"]:
-        return self.rows(self.chunks.positions(batch // 2))
+        row = self.starts[:, None] + jnp.arange(self.chunk)
+        return self.rows(jnp.broadcast_to(row.reshape(-1), (batch // 2, 2 * self.chunk)))
 
     def before(self, x, project, history, initial_value) -> PrecedingTokens:
         """From the inputs there, which `halo` fetches. The delayed value looks one back, for any
         number of taps."""
         reach = max(history, 1)
-        packed, _, later = project(halo(self.joined(x), reach, self.chunks))
+        packed, _, later = project(halo(self.joined(x), reach, self))
         # Before the sequence the input is zero: correct for the value, but packed columns then hold
         # the projections' biases.
-        packed = jnp.where(self.chunks.first(len(x))[:, None, None], 0, packed)
+        begins = jnp.tile(self.starts == 0, len(x) // 2)
+        packed = jnp.where(begins[:, None, None], 0, packed)
         return PrecedingTokens(
-            packed[:, reach - history :], later[:, -1:], self.chunks.segments_before(reach)
+            packed[:, reach - history :], later[:, -1:], self._segments_before(reach)
         )
 
+    def _segments_before(self, reach: int) -> Int[Array, "2B reach"] | None:
+        """Segments of the columns before each chunk, -1 before the sequence."""
+        if self.whole_segments is None:
+            return None
+        padded = jnp.pad(self.whole_segments, ((0, 0), (reach, 0)), constant_values=-1)
+        both = [lax.dynamic_slice_in_dim(padded, start, reach, 1) for start in self.starts]
+        return jnp.stack(both, axis=1).reshape(-1, reach)
+
     def _softmax(self, q, k, v):
+        """Causal attention of the device's queries over the whole sequence, for any number of heads.
+
+        Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys
+        and values are in memory. A ring receives as many, and two devices' parts are in memory.
+        """
         scale = softmax_scale(q.shape[-1])
-        out = attention_over_chunks(
-            q, k, v, self.window, self.chunks, scale=scale, windows=self.windows
-        )
-        return out, None
+        q, kv = self.joined(q), self.joined(jnp.concatenate([k, v], axis=-1))
+        segments, window, windows = self.whole_segments, self.window, self.windows
+        if self.ring:
+            out = ring.ring_attention(
+                q, kv, segments, self.meet, window, self.axes, self.parts, scale, windows
+            )
+            return self.rows(out), None
+        outs, kv = [], gather(kv, self.axes)
+        for half in early_and_late(kv, self.starts, segments, window, windows, q):
+            with half.cost:
+                outs.append(attention(*half.arrays, *half.masks, scale=scale)[0])
+        return self.rows(jnp.concatenate(outs, axis=1)), None
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
         visible = None if self.visible is None else self.joined(self.visible)
-        return self.rows(lasp2(q, k, v, visible, axis=self.chunks.axes)), None
+        return self.rows(lasp2(q, k, v, visible, axis=self.axes)), None
 
 
 def zigzag_placement(
@@ -146,13 +125,35 @@ def zigzag_placement(
     mask: Int[Array, "B S/N"] | None,
     weights: Weights,
 ) -> ZigzagChunks:
-    """The placement of sequences, each with `length` tokens on this device."""
-    chunks = chunks_of(spread, length, segments if segments is not None else mask)
-    segments, mask = (None if x is None else chunks.split(x) for x in (segments, mask))
-    return ZigzagChunks(segments, mask, weights, chunks=chunks)
+    """The placement of sequences, each with `length` tokens on this device. One all-gather: 4 B S
+    bytes of segments."""
+    axes, parts = spread.sequence_axes, spread.sequence_parts
+    assert length % 2 == 0
+    me, chunk = lax.axis_index(axes), length // 2
+    starts = jnp.stack([me, 2 * parts - 1 - me]).astype(jnp.int32) * chunk
+    visible = segments if segments is not None else mask
+    whole = None if visible is None else gather(visible, axes)
+    meet = ring.chunks_that_meet(whole, chunk) if spread.ring and whole is not None else None
+    segments, mask = (
+        None if x is None else x.reshape(-1, chunk, *x.shape[2:]) for x in (segments, mask)
+    )
+    return ZigzagChunks(
+        segments,
+        mask,
+        weights,
+        axes=axes,
+        parts=parts,
+        chunk=chunk,
+        starts=starts,
+        whole_segments=whole,
+        meet=meet,
+        ring=spread.ring,
+    )
 
 
-def halo(x: Float[Array, "B S/N D"], reach: int, chunks: Chunks) -> Float[Array, "2B reach D"]:
+def halo(
+    x: Float[Array, "B S/N D"], reach: int, chunks: ZigzagChunks
+) -> Float[Array, "2B reach D"]:
     """The `reach` columns before each of the device's chunks, zero before the sequence.
 
     One collective-permute each way: an early chunk's neighbour lies on the device before, a late
@@ -179,35 +180,6 @@ def gather(x: Array, axes: tuple[str, ...]) -> Array:
     pieces = pieces.reshape(parts, batch, 2, local // 2, *x.shape[2:])
     ordered = jnp.concatenate([pieces[:, :, 0], pieces[::-1, :, 1]])
     return jnp.moveaxis(ordered, 0, 1).reshape(batch, parts * local, *x.shape[2:])
-
-
-def attention_over_chunks(
-    q: Float[Array, "2B c H C"],
-    k: Float[Array, "2B c K C"],
-    v: Float[Array, "2B c K C"],
-    window: int | Int[Array, ""] | None,
-    chunks: Chunks,
-    *,
-    scale: float,
-    windows: Windows = (None,),
-) -> Float[Array, "2B c H C"]:
-    """Causal attention of the device's queries over the whole sequence, for any number of heads.
-
-    Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys and
-    values are in memory. A ring receives as many, and two devices' parts are in memory.
-    """
-    q, kv = chunks.join(q), chunks.join(jnp.concatenate([k, v], axis=-1))
-    if chunks.ring:
-        out = ring.ring_attention(
-            q, kv, chunks.segments, chunks.meet, window, chunks.axes, chunks.parts, scale, windows
-        )
-        return chunks.split(out)
-    outs = []
-    kv, segments = gather(kv, chunks.axes), chunks.segments
-    for half in early_and_late(kv, chunks.starts, segments, window, windows, q):
-        with half.cost:
-            outs.append(attention(*half.arrays, *half.masks, scale=scale)[0])
-    return chunks.split(jnp.concatenate(outs, axis=1))
 
 
 class Half(NamedTuple):

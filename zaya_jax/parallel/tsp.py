@@ -87,14 +87,7 @@ class Travelling(Weights):
     ) -> tuple[jax.Array, None]:
         rope = [(selected, placement.joined(table)) for selected, table in rope]
         y = travelling_attention(
-            placement.joined(x),
-            kernels,
-            channels,
-            rope,
-            placement.window,
-            placement.chunks,
-            self.parts,
-            placement.windows,
+            placement.joined(x), kernels, channels, rope, placement, self.parts
         )
         return placement.rows(y), None
 
@@ -223,23 +216,28 @@ def travelling_attention(
     weights: tuple[jax.Array, ...],
     channels: int,
     rope: list[tuple[Any, jax.Array]],
-    window: jax.Array | None,
-    chunks: context.Chunks,
+    placement: context.ZigzagChunks,
     parts: int,
-    windows: Windows = (None,),
 ) -> Float[Array, "B S/N D"]:
     """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], each device
     with its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
     sizes = _RoundSizes(
-        parts, chunks.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows
+        parts,
+        placement.axes,
+        x.shape[-1],
+        q.shape[1] // k.shape[1],
+        channels,
+        x.dtype,
+        placement.windows,
     )
     by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
     columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
     packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)
-    window = None if window is None else jnp.asarray(window, jnp.int32)
-    return _attention(sizes, x, packed, _Masks(rope, window, chunks.starts, chunks.segments))
+    window = None if placement.window is None else jnp.asarray(placement.window, jnp.int32)
+    masks = _Masks(rope, window, placement.starts, placement.whole_segments)
+    return _attention(sizes, x, packed, masks)
 
 
 def _fetch_round(part, sizes):
