@@ -296,9 +296,8 @@ def build(
     PartitionSpecs; by default every device has all of them. `optim.name` "adamw" gives Muon's
     weights to AdamW.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
     treedef: Any = jax.tree.structure(params)
-    shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
+    shapes = {path: tuple(x.shape) for path, x in trees.flat(params, SLASH).items()}
     rules = match_rules(shapes, (*table, *map(_rule_of_row, optim.rows)))
     if optim.name == "adamw":
         rules = {path: rule._replace(method="adamw") for path, rule in rules.items()}

@@ -17,27 +17,22 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.config import Config, Model, Precision, UserError
 from zaya_jax.model import zaya
-from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
+from zaya_jax.parallel.spread import FSDP_DIM, TENSOR, Spread, is_matrix
 
-# The mesh axes that split the dims of each logical axis.
-TABLE: dict[str, tuple[str, ...]] = {
-    # Whole experts stay where they are: tokens are fewer bytes than matrices.
-    "expert": ("expert",),
-    # A head attends by itself; its columns of q and rows of o go with it.
-    "heads": ("tensor",),
-    # Gate and up columns and down rows of one expert channel go together; so do a dense MLP's.
-    "mlp": ("tensor",),
-    "width": ("tensor",),
-}
-TSP_TABLE: dict[str, tuple[str, ...]] = {
-    # Experts do not travel. With the sequence, tokens are spread over tensor: each device has other
-    # tokens there, so experts are spread over it too.
-    "expert": ("expert", "tensor"),
-    # Held in parts, sent to the devices that hold the tokens.
-    "heads": ("tensor",),
-    "width": ("tensor",),
-}
-FSDP_AXES = ("data",)  # of FSDP_DIM, which every matrix of a block has, and no table names
+
+def axes_that_split(spread: Spread) -> dict[str, tuple[str, ...]]:
+    """The mesh axes that split the dims of each logical axis."""
+    return {
+        # Whole experts stay where they are: tokens are fewer bytes than matrices.
+        "expert": spread.expert_axes,
+        # A head attends by itself; its columns of q and rows of o go with it. With TSP they lie in
+        # parts, and are sent to the devices that have the tokens.
+        "heads": (TENSOR,),
+        # Gate and up columns and down rows of one expert channel go together; so do a dense MLP's.
+        # TSP cuts no expert.
+        "mlp": () if spread.tsp else (TENSOR,),
+        "width": (TENSOR,),
+    }
 
 
 def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
@@ -47,14 +42,14 @@ def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
 
 def specs_of(axes: Any, spread: Spread) -> Any:
     """A PartitionSpec for every array of a tree of logical axes."""
-    table = TSP_TABLE if spread.tsp else TABLE
+    table = axes_that_split(spread)
 
     def spec(names):
         dims = []
         for name in names:
             split = table.get(name, ())
             if spread.fsdp and name == FSDP_DIM and is_matrix(names):
-                split = FSDP_AXES
+                split = ("data",)
             split = tuple(axis for axis in split if getattr(spread, axis) > 1)
             dims.append(split[0] if len(split) == 1 else split or None)
         return PartitionSpec(*dims) if any(dims) else PartitionSpec()
