@@ -104,26 +104,18 @@ class OperatorCase:
             jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in found
         )
 
-    def values(
-        self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
-    ) -> tuple[jax.Array, ...]:
+    def values(self, size: Size, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
         """Arguments with numbers, see `values_of`."""
-        return values_of(self.arguments(size), dtype, seed, drawn)
+        return values_of(self.arguments(size), dtype, jnp.bfloat16)
 
 
-def values_of(
-    arrays: Sequence[RandomInput], dtype: Any = jnp.bfloat16, seed: int = 0, drawn: Any = None
-) -> tuple[jax.Array, ...]:
-    """Arrays with numbers: those of bfloat16 drawn in that format, or in `drawn`, for any
-    `dtype`."""
-    rng = np.random.default_rng(seed)
+def values_of(arrays: Sequence[RandomInput], dtype: Any, drawn: Any) -> tuple[jax.Array, ...]:
+    """Arrays with numbers: those of bfloat16 drawn in the format `drawn`, and given in `dtype`."""
+    rng = np.random.default_rng(0)
 
     def value(a: RandomInput) -> jax.Array:
-        is_bfloat16 = a.dtype == jnp.bfloat16
-        x = jnp.asarray(
-            a.draw(rng, a.shape), drawn if is_bfloat16 and drawn is not None else a.dtype
-        )
-        x = x.astype(dtype) if is_bfloat16 else x
+        first, last = (drawn, dtype) if a.dtype == jnp.bfloat16 else (a.dtype, a.dtype)
+        x = jnp.asarray(a.draw(rng, a.shape), first).astype(last)
         return _as_last(x, a.layers) if a.layers else x
 
     return tuple(map(value, arrays))

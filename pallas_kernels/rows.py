@@ -49,6 +49,14 @@ def flat_like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
 
 
+def facing(of_rows: jax.Array, of_keys: jax.Array, by_row: bool) -> tuple[jax.Array, jax.Array]:
+    """Numbers of rows and of keys as sides of a tile [rows, keys] if `by_row`, otherwise [keys,
+    rows]."""
+    if by_row:
+        return of_rows[:, None], of_keys[None]
+    return of_rows[None], of_keys[:, None]
+
+
 def wide(channels: int) -> int:
     """Channels of a tile."""
     return max(16, tiles.power(channels))

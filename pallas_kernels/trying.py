@@ -68,7 +68,7 @@ class TriedCall(NamedTuple):
 
     def values(self, dtype: Any, drawn: Any) -> tuple[jax.Array, ...]:
         """Arguments, those of bfloat16 drawn in the format `drawn`."""
-        return cases.values_of(self.arguments(self.size), dtype, drawn=drawn)
+        return cases.values_of(self.arguments(self.size), dtype, drawn)
 
     def zeros(self) -> tuple[jax.Array, ...]:
         """Sums."""

@@ -44,7 +44,7 @@ from numpy import typing as npt
 from pallas_kernels import tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
-from pallas_kernels.rows import LOG2E, HeadRows, Tile, flat, flat_like, formats
+from pallas_kernels.rows import LOG2E, HeadRows, Tile, facing, flat, flat_like, formats
 
 Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) without a mask
 
@@ -287,21 +287,15 @@ class _Masks:
         end = jnp.clip(end, lo, hi)
         return lo, hi, jnp.clip(start, lo, end), end
 
-    def seen(self, rows, keys, q_ids, k_ids, by_query) -> jax.Array:
-        """Whether each row sees each key, [rows, keys] where `by_query`, otherwise [keys, rows]."""
-
-        def both(of_rows, of_keys):
-            if by_query:
-                return of_rows[:, None], of_keys[None]
-            return of_rows[None], of_keys[:, None]
-
-        query, key = both(rows.tokens, keys.tokens)
+    def seen(self, rows, keys, q_ids, k_ids, by_row) -> jax.Array:
+        """Whether each row sees each key, of a tile as `facing` has it."""
+        query, key = facing(rows.tokens, keys.tokens, by_row)
         back = query + self.offset - key
         seen = (back >= 0) & (key < self.shape.k_len)
         if self.shape.window:
             seen &= back < self.window
         if q_ids is not None:
-            query, key = both(q_ids, k_ids)
+            query, key = facing(q_ids, k_ids, by_row)
             seen &= query == key
         return seen
 
@@ -356,7 +350,7 @@ def _forward_body(shape: _Shape, refs, out, lse):
         keys = _keys_of(shape, batch, kv_head, j)
         scores = tiles.dot(q_i, keys.load(k, inner=not masked), transpose_y=True)
         if masked:
-            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
+            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_row=True)
             scores = jnp.where(seen, scores, MASKED)
         # Scores times log2(e), so that a weight is one multiply-add and a power of two.
         new_top = jnp.maximum(top, scores.max(1) * factor)
@@ -399,7 +393,7 @@ def _queries_body(shape: _Shape, refs, dq, delta):
         keys = _keys_of(shape, batch, kv_head, j)
         k_j, v_j, seen = keys.load(k, inner=not masked), keys.load(v, inner=not masked), None
         if masked:
-            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
+            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_row=True)
         weights = _weights(tiles.dot(q_i, k_j, transpose_y=True), lse_i[:, None], factor, seen)
         d_scores = weights * (tiles.dot(d_i, v_j, transpose_y=True) - delta_i[:, None])
         return dq_i + tiles.dot(tiles.narrow(d_scores, q.dtype), k_j)
@@ -425,7 +419,7 @@ def _keys_body(shape: _Shape, refs, dk, dv):
         )
         seen = None
         if masked:
-            seen = masks.seen(rows, keys, rows.ids(masks.q_ids), k_ids, by_query=False)
+            seen = masks.seen(rows, keys, rows.ids(masks.q_ids), k_ids, by_row=False)
         weights = _weights(tiles.dot(k_j, q_i, transpose_y=True), lse_i[None], factor, seen)
         dv_j += tiles.dot(tiles.narrow(weights, v.dtype), d_i)
         d_scores = weights * (tiles.dot(v_j, d_i, transpose_y=True) - delta_i[None])

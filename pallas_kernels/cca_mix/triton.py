@@ -174,17 +174,19 @@ def _mix_fwd(shape, columns, by_channel, by_head, bias, temperature, table, segm
         "mix",
         (shape.all_heads, shape.blocks, shape.batch),
         [
-            jax.ShapeDtypeStruct((shape.batch, shape.length, heads, shape.channels), shape.dtype)
+            jax.ShapeDtypeStruct((*columns.shape[:2], heads * shape.channels), shape.dtype)
             for heads in (shape.heads, shape.num_kv)
         ],
         flops=shape.flops(shape.t1 + 1),
         passes=(1, 1),
     )
+    q, k = (x.reshape(*x.shape[:2], -1, shape.channels) for x in (q, k))
     return (q, k, columns[..., shape.all_heads * shape.channels :]), saved
 
 
 def _mix_bwd(shape, saved, d):
-    columns, (d_q, d_k, d_rest) = saved[0], d
+    columns, d_rest = saved[0], d[2]
+    d_q, d_k = (x.reshape(*x.shape[:2], -1) for x in d[:2])
     packed, all_tokens = shape.all_heads * shape.channels, shape.batch * shape.blocks
     wide = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     d_sums, d_scales = _call(
@@ -286,15 +288,6 @@ class _Refs:
         return tiles.take(
             self.refs[name], tokens.batch, rows=rows, columns=columns, real=(seen, None)
         )
-
-    def of_head(self, name, tokens, head, place, seen):
-        """A block of channels of [B, S, heads, C]."""
-        tile = self.shape.tokens, self.shape.wide
-        row = jnp.broadcast_to(tokens.index[:, None], tile)
-        channel = jnp.broadcast_to(place + tiles.steps(tile[1])[None], tile)
-        mask = jnp.broadcast_to(seen[:, None], tile)
-        ref = self.refs[name].at[tokens.batch, row, jnp.broadcast_to(head, tile), channel]
-        return tiles.load(ref, mask=mask, other=0).astype(jnp.float32)
 
     def vector(self, name, *index, start, wide):
         """A vector [1, wide] along the last dim, from a place on."""
@@ -406,17 +399,9 @@ def _forward(shape, refs, q, k):
     blocks = _entering(shape, refs, tokens, head)
     factor = _norms(shape, blocks)[0] * refs.refs["scales"][head]
     blocks = _turned(shape, refs, tokens, [x * factor for x in blocks])
-    query = head < shape.heads
-    tile = shape.tokens, shape.wide
-    row = jnp.broadcast_to(tokens.index[:, None], tile)
-    for out, chosen, out_head in ((q, query, head), (k, ~query, head - shape.heads)):
-        out_head = jnp.broadcast_to(jnp.clip(out_head, 0, out.shape[2] - 1), tile)
-        mask = jnp.broadcast_to((tokens.real & chosen)[:, None], tile)
+    for out, (out_head, mine) in zip((q, k), _queries_and_keys(shape, tokens, head), strict=True):
         for i, x in enumerate(blocks):
-            channel = jnp.broadcast_to(i * shape.wide + tiles.steps(shape.wide)[None], tile)
-            tiles.store(
-                out.at[tokens.batch, row, out_head, channel], x.astype(shape.dtype), mask=mask
-            )
+            _store(out, tokens, out_head * shape.channels + i * shape.wide, x, mine)
 
 
 def _sums(shape, refs, d_sums, d_scales):
@@ -425,16 +410,15 @@ def _sums(shape, refs, d_sums, d_scales):
     blocks = _entering(shape, refs, tokens, head)
     factor, above = _norms(shape, blocks)
     units = [x * factor for x in blocks]
-    query = head < shape.heads
     d = []
     for i in range(len(units)):
-        of_q = refs.of_head(
-            "d_q", tokens, jnp.minimum(head, shape.heads - 1), i * shape.wide, tokens.real & query
-        )
-        of_k = refs.of_head(
-            "d_k", tokens, jnp.maximum(head - shape.heads, 0), i * shape.wide, tokens.real & ~query
-        )
-        d.append(of_q + of_k)
+        both = [
+            refs.columns(name, tokens, 0, h * shape.channels + i * shape.wide, shape.wide, mine)
+            for name, (h, mine) in zip(
+                ("d_q", "d_k"), _queries_and_keys(shape, tokens, head), strict=True
+            )
+        ]
+        d.append(sum(x.astype(jnp.float32) for x in both))
     d = _turned(shape, refs, tokens, d, back=True)
     along = sum((a * b).sum(1, keepdims=True) for a, b in zip(d, units, strict=True))
     d_scales[head, batch * shape.blocks + block] = jnp.sum(
@@ -444,7 +428,7 @@ def _sums(shape, refs, d_sums, d_scales):
     along = jnp.where(above, along / shape.channels, 0)
     for i, (x, unit) in enumerate(zip(d, units, strict=True)):
         x = scale * factor * (x - unit * along)
-        _store(shape, d_sums, tokens, head * shape.channels + i * shape.wide, x)
+        _store(d_sums, tokens, head * shape.channels + i * shape.wide, x, tokens.real)
 
 
 def _columns(shape, refs, d_columns, of_channels):
@@ -457,7 +441,7 @@ def _columns(shape, refs, d_columns, of_channels):
         def copied():
             column = (head - shape.all_heads) * shape.channels
             x = refs.columns("d_rest", tokens, 0, column, shape.channels, tokens.real)
-            _store(shape, d_columns, tokens, head * shape.channels, x)
+            _store(d_columns, tokens, head * shape.channels, x, tokens.real)
 
     @tiles.when(head < shape.all_heads)
     def mixed():
@@ -497,7 +481,7 @@ def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
             of_channels[row, tiles.slice_of(head * shape.channels + place, wide)] = (
                 passed * x
             ).sum(0)
-        _store(shape, d_columns, tokens, head * shape.channels + place, total)
+        _store(d_columns, tokens, head * shape.channels + place, total, tokens.real)
 
 
 def _taps(splits, shape, refs, of_heads, of_biases):
@@ -521,9 +505,16 @@ def _taps(splits, shape, refs, of_heads, of_biases):
     of_biases[part, tap] = by_bias[0]
 
 
-def _store(shape, out, tokens, column, x):
+def _queries_and_keys(shape, tokens, head):
+    """A head's number among the queries' and among the keys', and its tokens where it is one."""
+    query = head < shape.heads
+    of_query = jnp.minimum(head, shape.heads - 1), tokens.real & query
+    return of_query, (jnp.maximum(head - shape.heads, 0), tokens.real & ~query)
+
+
+def _store(out, tokens, column, x, real):
     columns = column + tiles.steps(x.shape[1])
-    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, real=(tokens.real, None))
+    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, real=(real, None))
 
 
 def _either(condition: jax.Array, this: float, that: float) -> jax.Array:

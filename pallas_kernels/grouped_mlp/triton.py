@@ -66,7 +66,8 @@ def forward(
     *hidden, activation = _by_rows(
         _gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2, into=stack
     )
-    (out,) = _by_rows(_down, "down", route, (activation, down), [like(x.shape)], dim, width)
+    of_rows = functools.partial(_to_tokens, transposed=False)
+    (out,) = _by_rows(of_rows, "down", route, (activation, down), [like(x.shape)], dim, width)
     return out, hidden[0] if keep else None
 
 
@@ -86,7 +87,8 @@ def backward(
     d_hidden, activation = _by_rows(
         _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
     )
-    (d_x,) = _by_rows(_d_x, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
+    of_rows = functools.partial(_to_tokens, transposed=True)
+    (d_x,) = _by_rows(of_rows, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
     sums, add = into or ((None, None), False)
     over_rows = functools.partial(
         _over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add
@@ -270,20 +272,13 @@ def _gate_and_up(block, tile, refs, *results):
         tiles.put(ref, value, *lead, rows=rows, columns=side, real=(block.inside, real_columns))
 
 
-def _down(block, tile, refs, out_ref):
-    width, dim = refs["w"].shape[-2:]
-    columns, real_columns = _columns(tile, dim)
-    (out,) = _products(
-        block,
-        tile,
-        refs["x"],
-        block.rows,
-        refs["w"],
-        columns,
-        real_columns,
-        width,
-        transposed=False,
-    )
+def _to_tokens(block, tile, refs, out_ref, *, transposed: bool):
+    """The product of the sorted rows, written to the tokens' places."""
+    *_, down, across = refs["w"].shape
+    depth, length = (across, down) if transposed else (down, across)
+    columns, real_columns = _columns(tile, length)
+    sides = block.rows, refs["w"], columns, real_columns, depth
+    (out,) = _products(block, tile, refs["x"], *sides, transposed=transposed)
     real = block.inside, real_columns
     tiles.put(out_ref, out, rows=block.to(block.tokens), columns=columns, real=real)
 
@@ -307,17 +302,6 @@ def _d_hidden(block, tile, refs, d_hidden_ref, activation_ref):
         (activation_ref, activation, columns),
     ):
         tiles.put(ref, value, rows=block.to(block.rows), columns=side, real=inside)
-
-
-def _d_x(block, tile, refs, d_x_ref):
-    d_ref, w_ref = refs["x"], refs["w"]
-    dim, depth = w_ref.shape[-2:]
-    columns, real_columns = _columns(tile, dim)
-    (d_x,) = _products(
-        block, tile, d_ref, block.rows, w_ref, columns, real_columns, depth, transposed=True
-    )
-    real = block.inside, real_columns
-    tiles.put(d_x_ref, d_x, rows=block.to(block.tokens), columns=columns, real=real)
 
 
 def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:

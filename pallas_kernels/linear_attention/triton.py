@@ -42,7 +42,7 @@ from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
 from pallas_kernels.linear_attention.shapes import FilledTile, Shape, chunk_of, shape_of
-from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, flat, flat_like, formats
+from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, facing, flat, flat_like, formats
 
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
@@ -414,18 +414,14 @@ def _place_of_queries(shape: Shape, tile: FilledTile) -> tuple:
     return state, batch, kv_head, _queries_of(shape, tile, batch, head, i), n, keys
 
 
-def _seen(query, key, q_ids, k_ids):
-    """Whether each query sees each key, of one dim in the other's direction."""
+def _seen(rows, keys, q_ids, k_ids, by_row) -> jax.Array:
+    """Whether each row sees each key, of a tile as `facing` has it."""
+    query, key = facing(rows.tokens, keys.tokens, by_row)
     seen = query >= key
-    return seen if q_ids is None else seen & (q_ids == k_ids)
-
-
-def _across(x):
-    return None if x is None else x[:, None]
-
-
-def _along(x):
-    return None if x is None else x[None]
+    if q_ids is not None:
+        query, key = facing(q_ids, k_ids, by_row)
+        seen &= query == key
+    return seen
 
 
 def _totals(shape: Shape, refs, state, n, columns=None):
@@ -464,12 +460,7 @@ def _outputs_body(shape: Shape, tile: FilledTile, refs, out, denominator):
     def step(j, carry):
         numerator, total = carry
         keys = _keys_of(shape, tile.keys, batch, kv_head, j)
-        seen = _seen(
-            _across(rows.tokens),
-            _along(keys.tokens),
-            _across(q_ids),
-            _along(keys.ids(refs["segments"])),
-        )
+        seen = _seen(rows, keys, q_ids, keys.ids(refs["segments"]), by_row=True)
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
         numerator += tiles.dot(tiles.narrow(weights, shape.dtype), keys.load(refs["v"]))
         return numerator, total + weights.sum(1)
@@ -505,12 +496,7 @@ def _d_queries_body(shape: Shape, tile: FilledTile, refs, dq, *more):
 
     def step(j, dq_i):
         keys = _keys_of(shape, tile.keys, batch, kv_head, j)
-        seen = _seen(
-            _across(rows.tokens),
-            _along(keys.tokens),
-            _across(q_ids),
-            _along(keys.ids(refs["segments"])),
-        )
+        seen = _seen(rows, keys, q_ids, keys.ids(refs["segments"]), by_row=True)
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
         d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), shape.dtype)
         return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
@@ -549,12 +535,7 @@ def _d_keys_body(shape: Shape, tile: FilledTile, refs, dk, dv):
         dk_j, dv_j = carry
         rows = _queries_of(shape, tile, batch, (kv_head * tile.parts + part) * tile.heads, i)
         q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(shape, rows, refs)
-        seen = _seen(
-            _along(rows.tokens),
-            _across(keys.tokens),
-            _along(rows.ids(refs["segments"])),
-            _across(k_ids),
-        )
+        seen = _seen(rows, keys, rows.ids(refs["segments"]), k_ids, by_row=False)
         weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)
         d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
         d_weights = jnp.where(seen, d_weights + rows.load(refs["d_denominator"])[None], 0)
