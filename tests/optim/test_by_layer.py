@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import mesh_helpers
 import numpy as np
 import optim_helpers
 import pytest
@@ -142,22 +143,11 @@ SETTINGS = config.check(
 
 
 def program(settings, devices=8):
-    mesh = make_mesh(settings.mesh, jax.devices()[:devices])
-    setup = states.set_up(settings, mesh)
-    optimizer = setup.optimizer
-    step, state = steps.make_train_step(settings, setup), states.init(settings, setup)
-    rng = np.random.default_rng(0)
-    shape = (devices, 16)
-    batch = {name: rng.integers(0, 64, shape).astype(np.int32) for name in ("tokens", "targets")}
-    positions = np.tile(np.arange(16, dtype=np.int32), (devices, 1))
-    batch |= {
-        "segment_ids": np.ones(shape, np.int32),
-        "positions": positions,
-        "loss_mask": np.ones(shape, np.float32),
-    }
-    batch = steps.put_batch(mesh, batch, 1)
-    args = state, batch, np.float32(1e-3)
-    return optimizer, step.lower(*args).compile(), args
+    """The optimizer, the compiled step, and its arguments."""
+    run = mesh_helpers.Run(devices, settings)
+    batch = steps.put_batch(run.mesh, mesh_helpers.batch(devices, 16), 1)
+    args = run.state, batch, np.float32(1e-3)
+    return run.optimizer, run.step.lower(*args).compile(), args
 
 
 @pytest.mark.slow

@@ -1,16 +1,17 @@
 """Whole training steps, Muon and ZeRO-1 included, on meshes that cut weights; and checkpoints from
 mesh to mesh: written on each, read on each other, trained on as if nothing had happened."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 from compared import assert_all_close
-from mesh_helpers import Run
+from mesh_helpers import SETTINGS, Run
 from rows import fast_alone, slow
 
-from zaya_jax import trees
+from zaya_jax import config, trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.run.store import Store
 from zaya_jax.checkpoint.source import SealedSource
@@ -51,7 +52,8 @@ def small_parts():
 
 @functools.cache
 def run(name):
-    return Run(*TRAINED[name])
+    devices, sizes = TRAINED[name]
+    return Run(devices, dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes)))
 
 
 @functools.cache

@@ -197,15 +197,15 @@ def assert_same(ours, theirs):
 
 
 class Run:
-    """A training run on a mesh of so many devices, step by step."""
+    """A training run on so many devices, step by step."""
 
-    def __init__(self, devices, sizes):
-        self.settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
-        self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
-        self.setup = states.set_up(self.settings, self.mesh)
+    def __init__(self, devices: int, settings: config.Config):
+        self.settings = settings
+        self.mesh = make_mesh(settings.mesh, jax.devices()[:devices])
+        self.setup = states.set_up(settings, self.mesh)
         self.optimizer = self.setup.optimizer
-        self.step = steps.make_train_step(self.settings, self.setup)
-        self.abstract = states.abstract(self.settings, self.setup)
+        self.step = steps.make_train_step(settings, self.setup)
+        self.abstract = states.abstract(settings, self.setup)
         self.snapshots = snapshot.Snapshots(self.optimizer, self.abstract)
         self.restart()
 
