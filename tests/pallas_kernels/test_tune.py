@@ -51,15 +51,9 @@ def faults(rows):
     }
 
 
-def row(name, seconds, operator="attention", case="causal, documents", **more):
-    return {
-        "operator": operator,
-        "case": case,
-        "name": name,
-        "tiles": {},
-        "seconds": seconds,
-        **more,
-    }
+def row(name, seconds, case="causal, documents", **more):
+    known = {"operator": "attention", "case": case, "name": name, "tiles": {}, "seconds": seconds}
+    return known | more
 
 
 def in_all_cases(name, seconds, **more):
@@ -103,13 +97,14 @@ def test_a_case_that_was_never_begun_decides_nothing():
 
 def test_the_best_tile_of_each_kernel_is_one_that_is_faster_than_what_ships():
     cases = trying.request_cases(REQUEST, "attention")
-    rows = in_all_cases(SHIPPED, 1.0)
-    forward, keys = {"attention_forward": TILE}, {"attention_keys": TILE}
-    rows += [
-        row("a", 0.8) | {"tiles": forward},
-        row("b", 0.7) | {"tiles": {"attention_forward": {}}},
+    keys = {"attention_keys": TILE}
+    rows = [
+        *in_all_cases(SHIPPED, 1.0),
+        row("a", 0.8, tiles={"attention_forward": TILE}),
+        row("b", 0.7, tiles={"attention_forward": {}}),
+        row("c", 0.995, tiles=keys),
+        row("d", 0.1, tiles=keys, fault="x"),
     ]
-    rows += [row("c", 0.995) | {"tiles": keys}, row("d", 0.1, fault="x") | {"tiles": keys}]
     assert trying.best_of_each(rows, cases) == {"attention_forward": {}}
 
 
@@ -137,7 +132,12 @@ def test_errors_are_held_against_xlas_and_without_it_against_the_formats_own():
 
 def test_what_is_compared_has_the_runs_options():
     config = tiny_runs.settings()
-    request = kernels.tuning_request(config, 1)
+
+    def requested(devices=1, **groups):
+        of = {name: dataclasses.replace(getattr(config, name), **of) for name, of in groups.items()}
+        return kernels.tuning_request(dataclasses.replace(config, **of), devices)
+
+    request = requested()
     labels = {
         operator: [
             case.label for case in trying.request_cases(request | {"windows": [7]}, operator)
@@ -148,16 +148,13 @@ def test_what_is_compared_has_the_runs_options():
     assert labels["grouped_mlp"][0] == "in stacks of 2 layers" and len(labels["grouped_mlp"]) == 3
     assert labels["cca_mix"][1] == "all channels turn, padded tail"
     assert request["model"]["expert_weights"] == config.precision.compute
-    precise = dataclasses.replace(config.precision, weights="float32", compute="bfloat16")
-    wide = kernels.tuning_request(dataclasses.replace(config, precision=precise), 1)
-    (weights, _) = cases.stacked(Size("", 1, 16, types.SimpleNamespace(**wide["model"])))[2:]
+    wide = requested(precision={"weights": "float32", "compute": "bfloat16"})["model"]
+    weights = cases.stacked(Size("", 1, 16, types.SimpleNamespace(**wide)))[2]
     assert weights.dtype == jnp.float32
-    mesh = dataclasses.replace(config.mesh, data=2, expert=2, tensor=1)
-    cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 4)
+    cut = requested(4, mesh={"data": 2, "expert": 2, "tensor": 1})
     assert cut["batch"] == 2 and cut["model"]["num_experts"] == config.model.num_experts // 2
     assert cut["operators"] == ["attention", "cca_mix", "grouped_mlp", "residual_norm"]
-    mesh = dataclasses.replace(config.mesh, data=1, context=2)
-    cut = kernels.tuning_request(dataclasses.replace(config, mesh=mesh), 2)
+    cut = requested(2, mesh={"data": 1, "context": 2})
     assert (cut["length"], cut["whole"]) == (8, 16) and "cca_mix" not in cut["operators"]
 
 
