@@ -24,44 +24,20 @@ def forward(
     q, k, v, q_segments, k_segments, window, offset, *, scale, block
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
-    q_len, k_len = q.shape[1], k.shape[1]
-    block = block or default_block(max(q_len, k_len))
-    if not _is_short(q_len, k_len, window, offset, block):
-        return xla.forward(
-            q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block
-        )
-    q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
-    out, lse = _forward(q, k, v, q_segments, k_segments, scale, side, k_len)
-    return xla.by_token(out)[:, :q_len], xla.by_token(lse[..., None])[:, :q_len, :, 0]
+    block = block or default_block(max(q.shape[1], k.shape[1]))
+    loops = _forward if _is_short(q, k, window, offset, block) else None
+    masks = q_segments, k_segments, window, offset
+    return xla.forward(q, k, v, *masks, scale=scale, block=block, loops=loops)
 
 
 def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
-    q, k, v, q_segments, k_segments, window, offset, out, lse = saved
-    q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
-    block = block or default_block(max(q_len, k_len))
-    if not _is_short(q_len, k_len, window, offset, block):
-        return xla.backward(saved, d_out, d_lse, scale=scale, block=block, dtype=dtype)
-    delta = unfused(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    delta = delta if d_lse is None else delta - d_lse
-    q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
-    d_out, lse, delta = (
-        xla.by_group(x, num_kv, side) for x in (d_out, lse[..., None], delta[..., None])
-    )
-    dq, dk, dv = _gradients(
-        q,
-        k,
-        v,
-        (q_segments, k_segments),
-        lse[..., 0],
-        d_out.astype(v.dtype),
-        delta[..., 0],
-        scale,
-        side,
-        k_len,
-    )
-    dk, dv = (x.astype(dtype).transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
-    return xla.by_token(dq)[:, :q_len], dk, dv
+    q, k, *_ = saved
+    block = block or default_block(max(q.shape[1], k.shape[1]))
+    options = {"scale": scale, "block": block, "dtype": dtype}
+    if _is_short(q, k, saved.window, saved.offset, block):
+        options |= {"loops": _gradients, "before_sum": unfused}
+    return xla.backward(saved, d_out, d_lse, **options)
 
 
 def default_block(length: int) -> int:
@@ -71,15 +47,19 @@ def default_block(length: int) -> int:
     return 128 if length <= 4096 else 256
 
 
-def _is_short(q_len, k_len, window, offset, block):
+def _is_short(q, k, window, offset, block):
     """Whether no loops are needed: few blocks, of a sequence that attends to itself without a
     window."""
-    return window is None and offset is None and max(q_len, k_len) <= SHORT * block
+    length = max(q.shape[1], k.shape[1])
+    return window is None and offset is None and length <= SHORT * block
 
 
-def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    q, k, v, q_segments, k_segments, _window, _offset, scale, sides
+) -> tuple[jax.Array, jax.Array]:
     """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S,
     C]."""
+    block, _, k_len = sides
     outs, sums = [], []
     k, v = row_major(k), row_major(v)
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
@@ -97,15 +77,16 @@ def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
-def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
-    """dq, dk and dv in float32, from the arguments and results of `_forward`, and delta as in
-    `xla`."""
+def _gradients(saved, d_out, scale, sides, dtype):
+    """dq in float32, dk and dv in `dtype`, with delta as in `xla`."""
+    block, _, k_len = sides
+    q, k, v, q_segments, k_segments, _, _, lse, delta = saved
     # Scores have keys first, and dq has channels first, so no product needs a transposed copy of
     # scores.
     k, v = row_major(k), row_major(v)
     turned = row_major(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
-    for start, k_i, v_i, mask in _blocks(q, k, v, segments[0], segments[1], block, k_len):
+    for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
         q_i, do_i = _rows(q, start, block), _rows(d_out, start, block)
         lse_i, delta_i = (x[:, :, None, :, start : start + block] for x in (lse, delta))
         by_key = (*k_i.shape[:3], -1, block)
@@ -119,7 +100,8 @@ def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
         dq = _products("bkcj,bkjn->bkcn", turned[..., : k_i.shape[2]], d_scores)
         dqs.append(dq.reshape(*dq.shape[:3], -1, block))
     dq = jnp.concatenate(dqs, axis=-1)
-    return row_major(unfused(dq).transpose(0, 1, 3, 4, 2)), _sum(dks, k), _sum(dvs, k)
+    dk, dv = (_sum(parts, k).astype(dtype) for parts in (dks, dvs))
+    return row_major(unfused(dq).transpose(0, 1, 3, 4, 2)), dk, dv
 
 
 def _blocks(q, k, v, q_segments, k_segments, block, k_len):

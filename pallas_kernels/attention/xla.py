@@ -18,22 +18,25 @@ from pallas_kernels.loops import expected_turns
 
 
 def forward(
-    q, k, v, q_segments, k_segments, window, offset, *, scale, block
+    q, k, v, q_segments, k_segments, window, offset, *, scale, block, loops=None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.attention`."""
+    """See `pallas_kernels.attention`. A CPU has another function in the place of the `loops`."""
     q_len, k_len = q.shape[1], k.shape[1]
     block = block or default_block(max(q_len, k_len))
     q, k, v, q_segments, k_segments, blocks = arrange(q, k, v, q_segments, k_segments, block)
-    out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, (*blocks, k_len))
+    masks = q_segments, k_segments, window, offset
+    out, lse = (loops or _forward)(q, k, v, *masks, scale, (*blocks, k_len))
     return by_token(out)[:, :q_len], by_token(lse[..., None])[:, :q_len, :, 0]
 
 
-def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `pallas_kernels.attention`."""
+def backward(
+    saved, d_out, d_lse, *, scale, block, dtype, loops=None, before_sum=lambda x: x
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.attention`; `loops` as in `forward`."""
     q, k, v, q_segments, k_segments, window, offset, out, lse = saved
     q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
     block = block or default_block(max(q_len, k_len))
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+    delta = before_sum(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if d_lse is None else delta - d_lse
     q, k, v, q_segments, k_segments, blocks = arrange(q, k, v, q_segments, k_segments, block)
     d_out, lse, delta = (
@@ -41,7 +44,7 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     )
     lse, delta, d_out = lse[..., 0], delta[..., 0], d_out.astype(v.dtype)
     saved = (q, k, v, q_segments, k_segments, window, offset, lse, delta)
-    dq, dk, dv = _gradients(scale, *blocks, k_len, saved, d_out, dtype)
+    dq, dk, dv = (loops or _gradients)(saved, d_out, scale, (*blocks, k_len), dtype)
     dk, dv = (x.transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return by_token(dq)[:, :q_len], dk, dv
 
@@ -180,9 +183,10 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
     )
 
 
-def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
+def _gradients(saved, d_out, scale, sides, dtype):
     """dq in float32, dk and dv in `dtype`; delta is the sum of d_out times out, less the
     log-sum-exp's cotangent."""
+    block_q, block_k, k_len = sides
     q, k, v, q_segments, k_segments, window, offset, lse, delta = saved
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
