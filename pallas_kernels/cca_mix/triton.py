@@ -260,11 +260,8 @@ def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passe
     others = sum(x.nbytes for x in (inputs["by_head"], table, segments) if x is not None)
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
-    def run(refs, *results):
-        body(shape, _Refs(shape, refs), *results)
-
     return tiles.call(
-        run,
+        functools.partial(body, shape),
         inputs | gradients,
         name=name,
         grid=grid,
@@ -276,31 +273,26 @@ def _call(shape, body, saved, gradients, name, grid, out_shapes, *, flops, passe
     )
 
 
-class _Refs:
-    """The operands of a kernel, and how they are asked for tiles."""
-
-    def __init__(self, shape: _Shape, refs: dict[str, Any]):
-        self.shape, self.refs = shape, refs
-
-    def columns(self, name, tokens, distance, column, wide, seen):
-        """Columns of the tokens at this distance before these, zero where they are not `seen`."""
-        rows, columns = tokens.index - distance, column + tiles.steps(wide)
-        return tiles.take(
-            self.refs[name], tokens.batch, rows=rows, columns=columns, real=(seen, None)
-        )
-
-    def vector(self, name, *index, start, wide):
-        """A vector [1, wide] along the last dim, from a place on."""
-        return self.refs[name][(*index, tiles.slice_of(start, wide))][None]
-
-
 class _Tokens:
-    """Tokens of a row that a program has, and which of their neighbours they know."""
+    """Tokens of a row that a program has: their columns in a kernel's operands, and which of their
+    neighbours they know."""
 
-    def __init__(self, shape: _Shape, refs: _Refs, batch, block):
+    def __init__(self, shape: _Shape, refs: dict[str, Any], batch, block):
         self.shape, self.refs, self.batch = shape, refs, batch
         self.index = block * shape.tokens + tiles.steps(shape.tokens)
         self.real = self.index < shape.length
+
+    def columns(self, name, distance, column, wide, seen):
+        """Columns of the tokens at this distance before these, zero where they are not `seen`."""
+        rows, columns = self.index - distance, column + tiles.steps(wide)
+        return tiles.take(
+            self.refs[name], self.batch, rows=rows, columns=columns, real=(seen, None)
+        )
+
+    def store(self, out, column, x, real):
+        """Writes columns of these tokens where they are `real`."""
+        columns = column + tiles.steps(x.shape[1])
+        tiles.put(out, x, self.batch, rows=self.index, columns=columns, real=(real, None))
 
     def linked(self, a, b):
         """Whether the tokens at the distances a and b before each are there, and of one segment."""
@@ -313,7 +305,7 @@ class _Tokens:
         )
         if not self.shape.segments:
             return there
-        ids = self.refs.refs["segments"]
+        ids = self.refs["segments"]
         first, second = (
             tiles.load(ids.at[jnp.full(i.shape, self.batch), i], mask=there, other=0)
             for i in (first, second)
@@ -321,16 +313,16 @@ class _Tokens:
         return there & (first == second)
 
 
-def _between(shape, refs, tokens, head, distance):
+def _between(shape, tokens, head, distance):
     """The first convolution's output for tokens this far before, zero where these are of another
     segment."""
     total = jnp.zeros((shape.tokens, shape.channels), jnp.float32)
     for j in range(shape.t0 + 1):
         back = distance + shape.t0 - j
-        x = refs.columns(
-            "x", tokens, back, head * shape.channels, shape.channels, tokens.linked(distance, back)
+        x = tokens.columns(
+            "x", back, head * shape.channels, shape.channels, tokens.linked(distance, back)
         ).astype(jnp.float32)
-        total += x * refs.vector("by_channel", j, head, start=0, wide=shape.channels)
+        total += x * _vector(tokens.refs["by_channel"], j, head, start=0, wide=shape.channels)
     return jnp.where(tokens.linked(0, distance)[:, None], total, 0).astype(shape.dtype)
 
 
@@ -343,14 +335,14 @@ def _others(shape, head):
     return first, _either(query, 1, shape.group), query
 
 
-def _entering(shape, refs, tokens, head):
+def _entering(shape, tokens, head):
     """The norm's input, as blocks of channels: both convolutions, the mean, the bias."""
-    taps = [_between(shape, refs, tokens, head, shape.t1 - i) for i in range(shape.t1 + 1)]
+    taps = [_between(shape, tokens, head, shape.t1 - i) for i in range(shape.t1 + 1)]
     places = range(0, shape.channels, shape.wide)
 
     def of(other, place):
         column = other * shape.channels + place
-        return refs.columns("x", tokens, 0, column, shape.wide, tokens.real).astype(jnp.float32)
+        return tokens.columns("x", 0, column, shape.wide, tokens.real).astype(jnp.float32)
 
     first, count, query = _others(shape, head)
     nothing = tuple(jnp.zeros((shape.tokens, shape.wide), jnp.float32) for _ in places)
@@ -364,10 +356,10 @@ def _entering(shape, refs, tokens, head):
     blocks = []
     for place, other in zip(places, others, strict=True):
         total = 0.5 * of(head, place) + share * other
-        total += refs.vector("bias", head, start=place, wide=shape.wide)
+        total += _vector(tokens.refs["bias"], head, start=place, wide=shape.wide)
         for i, tap in enumerate(taps):
             total += tiles.dot(
-                tap, refs.refs["by_head"][i, head, :, tiles.slice_of(place, shape.wide)]
+                tap, tokens.refs["by_head"][i, head, :, tiles.slice_of(place, shape.wide)]
             )
         blocks.append(total)
     return blocks
@@ -380,13 +372,12 @@ def _norms(shape, blocks):
     return shape.channels**0.5 / jnp.maximum(norm, NORM_FLOOR), norm > NORM_FLOOR
 
 
-def _turned(shape, refs, tokens, blocks, back=False):
+def _turned(shape, tokens, blocks, back=False):
     """The blocks with their pairs of channels turned by the tokens' angles, or turned back."""
     if not shape.half:
         return blocks
     cos, sin = (
-        refs.columns("table", tokens, 0, start, shape.half, tokens.real)
-        for start in (0, shape.half)
+        tokens.columns("table", 0, start, shape.half, tokens.real) for start in (0, shape.half)
     )
     sin = -sin if back else sin
     first, second, *rest = blocks
@@ -396,61 +387,56 @@ def _turned(shape, refs, tokens, blocks, back=False):
 def _forward(shape, refs, q, k):
     head = tiles.program_id(0)
     tokens = _Tokens(shape, refs, tiles.program_id(2), tiles.program_id(1))
-    blocks = _entering(shape, refs, tokens, head)
-    factor = _norms(shape, blocks)[0] * refs.refs["scales"][head]
-    blocks = _turned(shape, refs, tokens, [x * factor for x in blocks])
+    blocks = _entering(shape, tokens, head)
+    factor = _norms(shape, blocks)[0] * refs["scales"][head]
+    blocks = _turned(shape, tokens, [x * factor for x in blocks])
     for out, (out_head, mine) in zip((q, k), _queries_and_keys(shape, tokens, head), strict=True):
         for i, x in enumerate(blocks):
-            _store(out, tokens, out_head * shape.channels + i * shape.wide, x, mine)
+            tokens.store(out, out_head * shape.channels + i * shape.wide, x, mine)
 
 
 def _sums(shape, refs, d_sums, d_scales):
     head, block, batch = (tiles.program_id(i) for i in range(3))
     tokens = _Tokens(shape, refs, batch, block)
-    blocks = _entering(shape, refs, tokens, head)
+    blocks = _entering(shape, tokens, head)
     factor, above = _norms(shape, blocks)
     units = [x * factor for x in blocks]
+    (query, of_query), (key, of_key) = _queries_and_keys(shape, tokens, head)
     d = []
-    for i in range(len(units)):
-        both = [
-            refs.columns(name, tokens, 0, h * shape.channels + i * shape.wide, shape.wide, mine)
-            for name, (h, mine) in zip(
-                ("d_q", "d_k"), _queries_and_keys(shape, tokens, head), strict=True
-            )
-        ]
-        d.append(sum(x.astype(jnp.float32) for x in both))
-    d = _turned(shape, refs, tokens, d, back=True)
+    for place in range(0, shape.channels, shape.wide):
+        d_q = tokens.columns("d_q", 0, query * shape.channels + place, shape.wide, of_query)
+        d_k = tokens.columns("d_k", 0, key * shape.channels + place, shape.wide, of_key)
+        d.append(d_q.astype(jnp.float32) + d_k.astype(jnp.float32))
+    d = _turned(shape, tokens, d, back=True)
     along = sum((a * b).sum(1, keepdims=True) for a, b in zip(d, units, strict=True))
     d_scales[head, batch * shape.blocks + block] = jnp.sum(
         jnp.where(tokens.real[:, None], along, 0)
     )
-    scale = refs.refs["scales"][head]
+    scale = refs["scales"][head]
     along = jnp.where(above, along / shape.channels, 0)
     for i, (x, unit) in enumerate(zip(d, units, strict=True)):
         x = scale * factor * (x - unit * along)
-        _store(d_sums, tokens, head * shape.channels + i * shape.wide, x, tokens.real)
+        tokens.store(d_sums, head * shape.channels + i * shape.wide, x, tokens.real)
 
 
 def _columns(shape, refs, d_columns, of_channels):
     head, block, batch = (tiles.program_id(i) for i in range(3))
     tokens = _Tokens(shape, refs, batch, block)
 
-    if refs.refs["d_rest"] is not None:
+    if refs["d_rest"] is not None:
 
         @tiles.when(head >= shape.all_heads)
         def copied():
             column = (head - shape.all_heads) * shape.channels
-            x = refs.columns("d_rest", tokens, 0, column, shape.channels, tokens.real)
-            _store(d_columns, tokens, head * shape.channels, x, tokens.real)
+            x = tokens.columns("d_rest", 0, column, shape.channels, tokens.real)
+            tokens.store(d_columns, head * shape.channels, x, tokens.real)
 
     @tiles.when(head < shape.all_heads)
     def mixed():
-        _own_columns(
-            shape, refs, tokens, head, batch * shape.blocks + block, d_columns, of_channels
-        )
+        _own_columns(shape, tokens, head, batch * shape.blocks + block, d_columns, of_channels)
 
 
-def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
+def _own_columns(shape, tokens, head, number, d_columns, of_channels):
     """The gradient of a token's columns: from itself and the tokens after it, and from the
     means."""
     wide = min(shape.channels, 64)
@@ -460,7 +446,7 @@ def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
 
         def of(other, name="d_sums", place=place):
             column = other * shape.channels + place
-            return refs.columns(name, tokens, 0, column, wide, tokens.real).astype(jnp.float32)
+            return tokens.columns(name, 0, column, wide, tokens.real).astype(jnp.float32)
 
         nothing = jnp.zeros((shape.tokens, wide), jnp.float32)
         others = lax.fori_loop(0, count, lambda i, s, of=of: s + of(first + i), nothing)
@@ -470,18 +456,20 @@ def _own_columns(shape, refs, tokens, head, number, d_columns, of_channels):
             passed = jnp.zeros((shape.tokens, wide), jnp.float32)
             for b in range(shape.t1 + 1):
                 linked = tokens.linked(-a, -a - b)
-                later = refs.columns(
-                    "d_sums", tokens, -a - b, head * shape.channels, shape.channels, linked
+                later = tokens.columns(
+                    "d_sums", -a - b, head * shape.channels, shape.channels, linked
                 )
-                taps = refs.refs["by_head"][shape.t1 - b, head, tiles.slice_of(place, wide), :]
+                taps = tokens.refs["by_head"][shape.t1 - b, head, tiles.slice_of(place, wide), :]
                 passed += tiles.dot(later, taps, transpose_y=True)
             passed = jnp.where(tokens.linked(0, -a)[:, None], passed, 0)
-            total += passed * refs.vector("by_channel", shape.t0 - a, head, start=place, wide=wide)
+            total += passed * _vector(
+                tokens.refs["by_channel"], shape.t0 - a, head, start=place, wide=wide
+            )
             row = number * (shape.t0 + 1) + shape.t0 - a
             of_channels[row, tiles.slice_of(head * shape.channels + place, wide)] = (
                 passed * x
             ).sum(0)
-        _store(d_columns, tokens, head * shape.channels + place, total, tokens.real)
+        tokens.store(d_columns, head * shape.channels + place, total, tokens.real)
 
 
 def _taps(splits, shape, refs, of_heads, of_biases):
@@ -493,8 +481,8 @@ def _taps(splits, shape, refs, of_heads, of_biases):
     def add(i, sums):
         by_taps, by_bias = sums
         tokens = _Tokens(shape, refs, lax.div(i, shape.blocks), lax.rem(i, shape.blocks))
-        d = refs.columns("d_sums", tokens, 0, head * shape.channels, shape.channels, tokens.real)
-        y = _between(shape, refs, tokens, head, distance)
+        d = tokens.columns("d_sums", 0, head * shape.channels, shape.channels, tokens.real)
+        y = _between(shape, tokens, head, distance)
         by_bias += d.astype(jnp.float32).sum(0, keepdims=True)
         return by_taps + tiles.dot(y, d, transpose_x=True), by_bias
 
@@ -512,9 +500,9 @@ def _queries_and_keys(shape, tokens, head):
     return of_query, (jnp.maximum(head - shape.heads, 0), tokens.real & ~query)
 
 
-def _store(out, tokens, column, x, real):
-    columns = column + tiles.steps(x.shape[1])
-    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, real=(real, None))
+def _vector(ref, *index, start, wide):
+    """A vector [1, wide] along the last dim, from a place on."""
+    return ref[(*index, tiles.slice_of(start, wide))][None]
 
 
 def _either(condition: jax.Array, this: float, that: float) -> jax.Array:
