@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from pallas_kernels import chip, table, tiles
 
 LOG2E = math.log2(math.e)
-NARROW = (jnp.bfloat16, jnp.float16)
 
 
 class Tile(NamedTuple):

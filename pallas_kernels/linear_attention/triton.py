@@ -42,7 +42,7 @@ from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
 from pallas_kernels.linear_attention.shapes import FilledTile, Shape, chunk_of, shape_of
-from pallas_kernels.rows import LOG2E, NARROW, HeadRows, Tile, facing, flat, flat_like, formats
+from pallas_kernels.rows import LOG2E, HeadRows, Tile, facing, flat, flat_like, formats
 
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
@@ -51,7 +51,8 @@ CARRIED = 1024  # numbers of a state that one of its programs has
 def suits(q, k, v) -> bool:
     """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, wide
     heads spill."""
-    alike, most = q.dtype == k.dtype == v.dtype, 256 if q.dtype in NARROW else 128
+    alike = q.dtype == k.dtype == v.dtype
+    most = 256 if q.dtype.itemsize == 2 else 128
     return alike and q.dtype in formats() and q.size > 0 and q.shape[-1] <= most
 
 

@@ -9,7 +9,7 @@ product in float32.
 Float32 operands are another matter: XLA multiplies them in TF32 on a GPU (10 bits instead of 23)
 unless it is asked for more. Products that `precision.compute` makes float32 follow
 `precision.matmul`, by JAX's context; those that are always float32 (the router's matrices, the
-convolutions' biases, Muon's iteration) ask for `whole(dtype)`.
+convolutions' biases, Muon's iteration) ask for `full_precision(dtype)`.
 """
 
 import functools
@@ -24,10 +24,10 @@ from pallas_kernels import chip
 from pallas_kernels.products import cpu, xla
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
-GIVEN = "products"  # the name under which a remat policy finds the results of `einsum` and `dot`
+DOTS = "products"  # the name under which a remat policy finds the results of `einsum` and `dot`
 
 
-def whole(dtype: Any) -> PrecisionLike:
+def full_precision(dtype: Any) -> PrecisionLike:
     """The precision that a product of `dtype` needs to deserve the name: float32 asks for all its
     bits.
 
@@ -38,8 +38,8 @@ def whole(dtype: Any) -> PrecisionLike:
     """
     if jnp.dtype(dtype) != jnp.float32:
         return None
-    here = chip.current()
-    if here.maker == "cuda" and "bfloat16" in here.formats and not here.is_host:
+    target = chip.current()
+    if target.maker == "cuda" and "bfloat16" in target.formats and not target.is_host:
         return DotAlgorithmPreset.TF32_TF32_F32_X3
     return Precision.HIGHEST
 
@@ -61,7 +61,7 @@ def einsum(
 
 def _einsum_fwd(spec, x, w, dtype, out_dtype, precision):
     x_cast = x.astype(dtype)
-    out = checkpoint_name(einsum(spec, x_cast, w, dtype, out_dtype, precision), GIVEN)
+    out = checkpoint_name(einsum(spec, x_cast, w, dtype, out_dtype, precision), DOTS)
     return out, (x_cast, w, jnp.zeros((), x.dtype))
 
 

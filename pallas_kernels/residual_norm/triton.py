@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import chip, tiles
-from pallas_kernels.products import GIVEN, dot, sum_rows, whole
+from pallas_kernels.products import DOTS, dot, full_precision, sum_rows
 from pallas_kernels.residual_norm import xla
 from pallas_kernels.residual_norm.xla import Joining, vectors
 
@@ -51,7 +51,7 @@ def join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype) -> tuple:
     if jnp.promote_types(*types) != types[0]:
         return _join_and_read_wide(y, h, how, scale, kernel, eps, *types)
     h, x = _join_and_read(y, h, how, scale, eps, types[0])
-    return h, x, dot(x, kernel, types[1], jnp.float32, whole(types[1]))
+    return h, x, dot(x, kernel, types[1], jnp.float32, full_precision(types[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -111,15 +111,17 @@ def _join_and_read_wide(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
 
 def _join_and_read_wide_fwd(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
     after, x, inverse = _forward(y, h, how, scale, eps, dtype)
-    product = dot(after, scale[:, None] * kernel, kernel_dtype, jnp.float32, whole(kernel_dtype))
-    product = checkpoint_name(product * inverse[..., None], GIVEN)
+    product = dot(
+        after, scale[:, None] * kernel, kernel_dtype, jnp.float32, full_precision(kernel_dtype)
+    )
+    product = checkpoint_name(product * inverse[..., None], DOTS)
     return (after, x, product), (y, h, how, scale, kernel, after, inverse)
 
 
 def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
     y, h, how, scale, kernel, after, inverse = saved
     d_after, d_x, d_product = d
-    precision = whole(kernel_dtype)
+    precision = full_precision(kernel_dtype)
     d_product, columns = d_product.astype(kernel_dtype), after.shape[-1]
     rows = (d_product * inverse[..., None].astype(kernel_dtype)).reshape(-1, kernel.shape[1])
     stream = after.astype(kernel_dtype).reshape(-1, columns)

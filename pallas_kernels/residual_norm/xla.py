@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.products import dot, whole
+from pallas_kernels.products import dot, full_precision
 
 
 class Joining(NamedTuple):
@@ -40,7 +40,11 @@ def join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype) -> tuple:
     """See `pallas_kernels.residual_norm`."""
     h = join(y, h, how)
     x = rms_norm(h, scale, eps)
-    return h, x.astype(dtype), dot(x, kernel, kernel_dtype, jnp.float32, whole(kernel_dtype))
+    return (
+        h,
+        x.astype(dtype),
+        dot(x, kernel, kernel_dtype, jnp.float32, full_precision(kernel_dtype)),
+    )
 
 
 @jax.checkpoint  # y is kept as it comes, not in float32

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.cca_mix import mix
-from pallas_kernels.products import dot, whole
+from pallas_kernels.products import dot, full_precision
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.placement import Placement, PrecedingTokens
 from zaya_jax.model.weights import Linear, weight
@@ -137,7 +137,7 @@ class CCA(nnx.Module):
             conv.bias[...].reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
         )
-        passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
+        passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=full_precision(w1.dtype))
         bias, temperature = passed_on + last_bias, self.temperature[...]
         return mix(
             columns, before.history, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype

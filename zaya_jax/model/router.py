@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.products import whole
+from pallas_kernels.products import full_precision
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.weights import Linear, RMSNorm, weight
 
@@ -38,7 +38,7 @@ class Router(nnx.Module):
         `projected` is the product of the layer's norm with `down`: the kernel that norms the
         residual stream computes both.
         """
-        formats = (self.dtype, jnp.float32, whole(self.dtype))
+        formats = (self.dtype, jnp.float32, full_precision(self.dtype))
         stream = projected + self.down.bias[...] + self.eda[...] * stream
         z = _gelu(self.fc1(self.norm(stream), *formats))
         z = _gelu(self.fc2(z, *formats))

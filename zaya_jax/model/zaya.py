@@ -26,7 +26,7 @@ from pallas_kernels import chip, tiles
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.cross_entropy import chunk_rows
 from pallas_kernels.grouped_mlp import PRODUCTS, hold
-from pallas_kernels.products import GIVEN, times_rows
+from pallas_kernels.products import DOTS, times_rows
 from pallas_kernels.residual_norm import rms_norm
 from pallas_kernels.rotary import rope_table
 from zaya_jax import trees
@@ -280,7 +280,7 @@ def _remat(body, policy: str):
             policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
         )
     elif policy == "elementwise":
-        keep = policies.save_only_these_names(SAVED, PRODUCTS, GIVEN)
+        keep = policies.save_only_these_names(SAVED, PRODUCTS, DOTS)
     elif policy == "attention" or (policy == "offload" and chip.current().is_host):
         keep = policies.save_only_these_names(SAVED)
     elif policy == "offload":
