@@ -17,12 +17,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTSIDE = (
+PATTERNS = (
     "benchmarks/*.md",
     "benchmarks/*.png",
     "benchmarks/*.svg",
     "pallas_kernels/*.md",
     "C*.md",
+)
+OUTSIDE = sorted(
+    path.relative_to(ROOT).as_posix() for pattern in PATTERNS for path in ROOT.glob(pattern)
 )
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
@@ -38,10 +41,8 @@ log = logging.getLogger("mkdocs.hooks.outside")
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and pictures outside docs/, and a page for each other file that a page links
     to."""
-    outside = sorted(path for pattern in OUTSIDE for path in ROOT.glob(pattern))
-    for path in outside:
-        name = path.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+    for name in OUTSIDE:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for file in list(files.documentation_pages()):
         for target in targets(file):
             path = ROOT / target
@@ -98,12 +99,7 @@ def site_name(target: str) -> str:
     """The path on the site of a file of the repository."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
-    if any(
-        Path(target).match(pattern) and target.count("/") == pattern.count("/")
-        for pattern in OUTSIDE
-    ):
-        return target
-    return f"source/{target}.md"
+    return target if target in OUTSIDE else f"source/{target}.md"
 
 
 def source_page(path: Path) -> str:
