@@ -19,31 +19,9 @@ from zaya_jax.text.shard_format import SPLITS
 TOOLS = [{"type": "function", "function": {"name": "find_sum", "parameters": {}}}]
 CALL = {"id": "abc123def", "type": "function"}
 CALL["function"] = {"name": "find_sum", "arguments": '{"a":2}'}
-# How many answers are learnt of two with reasoning, and what a chat with a tool, a call and a
-# result loses.
-TEACHES = {
-    "chatml": (2, "the tools"),
-    "qwen_25": (2, ""),
-    "qwen_3": (1, ""),
-    "qwq": (1, "the tools"),
-    "llama_2": (2, "refused"),
-    "llama_3": (2, "the tools"),
-    "llama_31": (2, ""),
-    "mistral_v3": (2, ""),
-    "mistral_last": (2, "the tools"),
-    "magistral": (2, "the tools"),
-    "phi_3": (2, "the tools"),
-    "gemma_2": (2, "the tools"),
-    "gemma_3": (2, "the tools"),
-    "deepseek_v3": (2, "the tools"),
-    "deepseek_r1": (0, "the tools"),
-    "gpt_oss": (1, ""),
-    "glm_45": (1, ""),
-    "command_r": (2, "the tools"),
-    "vicuna": (2, "the tools"),
-    "alpaca": (2, "the tools"),
-    "granite": (2, "the tools"),
-}
+# These keep the last reasoning alone of two, or none; these write tools, calls and results.
+LAST_REASONING, NO_REASONING = ("qwen_3", "qwq", "gpt_oss", "glm_45"), ("deepseek_r1",)
+WITH_TOOLS = ("qwen_25", "qwen_3", "llama_31", "mistral_v3", "gpt_oss", "glm_45")
 NO_END = ("glm_45", "alpaca")
 
 
@@ -73,58 +51,69 @@ def encoded(source, messages, **leading):
     return tok, *chat_template.Template(tok).encode_within(turns, None)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_answer_is_learnt_with_its_end_and_nothing_else(family):
-    rng = random.Random(family)
+def test_each_answer_is_learnt_with_its_end_and_nothing_else(family, count):
+    rng = random.Random(f"{family} {count}")
     words = ["4", "an answer", "    return 1\n", "ok </b> ", "zjmark0z", "two\n\nlines"]
-    for count in (1, 2, 3, 9):
-        said = [f"{rng.choice(words)}A{i}" for i in range(count)]
-        asked = [f"{rng.choice(words)}Q{i}" for i in range(count)]
-        talk = [turn for q, a in zip(asked, said, strict=True) for turn in (user(q), answer(a))]
-        tok, document, outcome = encoded(FAMILIES[family], talk)
-        assert outcome == KEPT and counted(document) == (count, 0)
-        form = chat_template.Template(tok)
-        end, _ = form.stops
-        prompt = tok.decode_with_specials(form.prompt_ids(chat.parse_chat(talk)[:1]))
-        for text, run in zip(said, learnt(tok, document), strict=True):
-            before, found, after = run.partition(text.strip())
-            assert found and not prompt.endswith(before.strip() or "x")
-            ends = [tok.decode_with_specials(end), "<|end|>"] if family not in NO_END else [""]
-            assert after.strip() in ends
-            assert before.replace("<think>\n\n</think>", "").replace(
-                "<think></think>", ""
-            ).strip() in ("", "<|channel|>final<|message|>")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_template_leaves_out_is_named(family):
-    reasons, loses = TEACHES[family]
-    talk = [user("q"), answer("a", reasoning="because"), user("r"), answer("    b", reasoning="so")]
+    said = [f"{rng.choice(words)}A{i}" for i in range(count)]
+    asked = [f"{rng.choice(words)}Q{i}" for i in range(count)]
+    talk = [turn for q, a in zip(asked, said, strict=True) for turn in (user(q), answer(a))]
     tok, document, outcome = encoded(FAMILIES[family], talk)
-    if not reasons:
-        assert document is None and outcome.endswith("does not write the last reasoning")
-    else:
-        assert counted(document) == (reasons, 2 - reasons)
-        assert "so" in learnt(tok, document)[-1] and "b" in learnt(tok, document)[-1]
-    result = {"role": "observation", "content": "it is four"}
-    talk = [user("q"), answer("", tool_calls=[CALL]), result, answer("So 4.")]
-    if loses == "refused":
-        check_error(
-            chat_template.Refused, "must alternate;", encoded, FAMILIES[family], talk, tools=TOOLS
+    assert outcome == KEPT and counted(document) == (count, 0)
+    form = chat_template.Template(tok)
+    end, _ = form.stops
+    prompt = tok.decode_with_specials(form.prompt_ids(chat.parse_chat(talk)[:1]))
+    for text, run in zip(said, learnt(tok, document), strict=True):
+        before, found, after = run.partition(text.strip())
+        assert found and not prompt.endswith(before.strip() or "x")
+        ends = [tok.decode_with_specials(end), "<|end|>"] if family not in NO_END else [""]
+        assert after.strip() in ends
+        assert before.replace("<think>\n\n</think>", "").replace("<think></think>", "").strip() in (
+            "",
+            "<|channel|>final<|message|>",
         )
-        return
-    tok, document, outcome = encoded(FAMILIES[family], talk, tools=TOOLS)
-    if loses:
-        assert document is None and outcome.endswith(f"does not write {loses}")
-        return
+
+
+REASONED = [user("q"), answer("a", reasoning="because"), user("r"), answer("    b", reasoning="so")]
+CALLED = [
+    *chat.leading_turns({"tools": TOOLS}),
+    user("q"),
+    answer("", tool_calls=[CALL]),
+    {"role": "observation", "content": "it is four"},
+    answer("So 4."),
+]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NO_REASONING])
+def test_reasoning_is_learnt_or_its_answer_counted(family):
+    tok, document, _ = encoded(FAMILIES[family], REASONED)
+    assert counted(document) == ((1, 1) if family in LAST_REASONING else (2, 0))
+    assert "so" in learnt(tok, document)[-1] and "b" in learnt(tok, document)[-1]
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_calls_of_tools_are_learnt_and_their_results_are_not(family):
+    tok, document, _ = encoded(FAMILIES[family], CALLED)
     called, answered = learnt(tok, document)
     assert "find_sum" in called and "four" not in called + answered and "So 4." in answered
-    assert "it is four" in tok.decode_with_specials(document.tokens.tolist())
+    assert "it is four" in tok.decode_with_specials(document.tokens)
+
+
+def test_a_template_whose_turns_must_alternate_refuses_results():
+    refused = chat_template.Refused
+    check_error(refused, "must alternate;", encoded, FAMILIES["llama_2"], CALLED)
 
 
 @pytest.mark.parametrize(
     ("family", "turns", "loses"),
     [
+        *(
+            (family, CALLED, "the tools")
+            for family in FAMILIES
+            if family not in (*WITH_TOOLS, "llama_2")
+        ),
+        *((family, REASONED, "the last reasoning") for family in NO_REASONING),
         ("llama_3", [user("q"), answer("", tool_calls=[CALL])], "a call"),
         ("command_r", [user("q"), answer("x"), {"role": "tool", "content": "4"}], "a result"),
         (
@@ -180,9 +169,6 @@ def weighted(first, second):
     return [user("q"), answer("one", weight=first), answer("two", weight=second)]
 
 
-CALLED = [user("q"), answer("", tool_calls=[CALL]), {"role": "tool", "content": "4"}, answer("4")]
-
-
 @pytest.mark.parametrize(
     ("source", "turns", "runs", "counts"),
     [
@@ -194,7 +180,12 @@ CALLED = [user("q"), answer("", tool_calls=[CALL]), {"role": "tool", "content": 
             (1, 2),
         ),
         (ASKS_BEHIND, [answer("a"), user("q"), answer("b")], ["a</s>", "b</s>"], (2, 0)),
-        (LAST_APART, CALLED, ["<toolcall>find_sum</toolcall>\n<|end|>", "4<|end|>"], (2, 0)),
+        (
+            LAST_APART,
+            CALLED[1:],
+            ["<toolcall>find_sum</toolcall>\n<|end|>", "So 4.<|end|>"],
+            (2, 0),
+        ),
         (LAST_IN_BLOCKS, [user("q"), answer("a"), user("r"), answer("two")], ["two</s>"], (1, 1)),
         ("{{ tools is none }}" + ASKS_BEHIND, [user("q"), answer("a")], ["a</s>"], (1, 0)),
         (MERGES_TURNS, weighted(1, 1), ["two</s>"], (1, 1)),
