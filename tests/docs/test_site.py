@@ -11,16 +11,9 @@ import commands
 import pytest
 
 ROOT = commands.ROOT
-LINK = re.compile(r"(?<=\]\()([^)\s#]*)(?:#([^)\s]*))?(?=\))")
+# of a page, not of an address
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]*))?(?=\))")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.M | re.S)
-
-
-def linked_pages() -> list[Path]:
-    folders = ("docs", "benchmarks", "pallas_kernels")
-    return [
-        *ROOT.glob("*.md"),
-        *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md"))),
-    ]
 
 
 def anchors(text: str) -> set[str]:
@@ -29,25 +22,24 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\s-]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
-def broken(page: Path, text: str) -> list[str]:
-    """A page's links that lead to no file of the repository, or to no heading of it."""
-    wrong = []
-    for path, anchor in LINK.findall(CODE.sub("", text)):
-        if re.match(r"[a-z]+:", path):
-            continue
-        target = (page.parent / path).resolve() if path else page
-        if not target.is_file() or not target.is_relative_to(ROOT):
-            wrong.append(f"{page.relative_to(ROOT)}: {path}")
-        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
-            wrong.append(f"{page.relative_to(ROOT)}: {path}#{anchor}")
-    return wrong
+def is_broken(page: Path, path: str, anchor: str) -> bool:
+    """Whether a page's link leads to no file of the repository, or to no heading of it."""
+    target = (page.parent / path).resolve() if path else page
+    if not target.is_file() or not target.is_relative_to(ROOT):
+        return True
+    return bool(anchor) and anchor not in anchors(target.read_text(encoding="utf-8"))
 
 
 def test_links_and_anchors_lead_somewhere():
+    folders = (ROOT / folder for folder in ("docs", "benchmarks", "pallas_kernels"))
+    pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     wrong = [
-        line for page in linked_pages() for line in broken(page, page.read_text(encoding="utf-8"))
+        f"{page.relative_to(ROOT)}: {path}#{anchor}"
+        for page in pages
+        for path, anchor in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+        if is_broken(page, path, anchor)
     ]
-    assert not wrong, "\n".join(wrong)
+    assert len(pages) > 60 and not wrong, "\n".join(wrong)
 
 
 def mkdocs() -> str:
