@@ -2,14 +2,15 @@
 
     python -m pallas_kernels.tune [--config=FILE] [--operators NAME ...] [--seconds=90]
 
-Sizes are those of a device in the phase of the config that most tokens are of; by default
-zaya1_base's. Children try (`trying`), so a compiler that crashes, a fault of the GPU or a kernel
-that never ends costs that tile's place and no more. An operator's kernels are taken if they are
-right in all cases and faster than XLA's; a case that was not reached decides nothing.
+The sizes are those that a device has in the config's phase with most tokens; the default config is
+zaya1_base. Child processes run the kernels (`trying`), so a compiler that crashes, a fault of the
+GPU or a kernel that never ends costs that tile and no more. Runs take an operator's kernels if they
+are right in all cases and faster than XLA's; if a case was not reached, nothing changes for its
+operator.
 
-Printed are the times of XLA's, of the tiles that ship, and of the best of each, with the gain over
-what ships. Each operator is printed and written when it is done, so that an end before the last one
-leaves the others. Runs on this machine take what was found by themselves, from
+For each operator it prints the times of XLA's kernels, of the tiles that ship and of the best ones,
+with the gain over what ships. It prints and writes an operator when it is done, so an early end
+loses only the one in progress. Runs on this machine take the best tiles by themselves, from
 ~/.cache/zaya_jax/tiles.json, as long as card, driver, JAX and the kernels' source stay the same.
 """
 
