@@ -28,14 +28,13 @@ from zaya_jax.config import Config, UserError, shown
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.hardware import host
 from zaya_jax.model import decode, zaya
-from zaya_jax.model.placement import Devices, Placement, TokenRows
+from zaya_jax.model.placement import Devices, Placement
 from zaya_jax.optim import chain
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
-from zaya_jax.parallel.devices import MeshDevices
 from zaya_jax.parallel.mesh import BATCH_AXES
 from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, spread_of
-from zaya_jax.training.loss import make_loss, whole_outside
+from zaya_jax.training.loss import loss_of_tokens, run_model
 
 IGNORED = -100  # a label that counts for nothing
 REPLICATED = PartitionSpec()
@@ -112,10 +111,12 @@ def forward(
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
-    devices = _RecordingDevices() if attention else MeshDevices(spread)
+    devices = _RecordingDevices() if attention else None
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> dict[str, Array]:
-        params, out = _pass(config, spread, devices, params, balance, batch, trace)
+        params, out = run_model(
+            config, spread, params, balance, batch, devices=devices, trace=trace
+        )
         results = {"logits": zaya.logits(model, params, out.hidden, precision)}
         # a cut sequence's chunks are rows inside
         shape = (model.num_hidden_layers, *batch["tokens"].shape, -1)
@@ -194,15 +195,15 @@ def training_loss(
     [14.0, 14.0]
     """
     spread = _spread(config, mesh)
-    loss_fn = make_loss(config, config.model, spread)
+    objective = loss_of_tokens(config, spread)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
-        def over_devices(x: Array, axes: tuple[str, ...]) -> Array:
+        def summed(x: Array, axes: tuple[str, ...]) -> Array:
             return x if mesh is None else jax.lax.psum(x, axes)
 
-        targets = over_devices(jnp.sum(batch["loss_mask"]), spread.token_axes)
-        value, (_, sums) = loss_fn(params, balance, batch, jnp.maximum(targets, 1.0))
-        return over_devices(value, AXES), over_devices(sums["counts"], spread.token_axes)
+        targets = summed(objective.count(batch), spread.token_axes)
+        value, (_, sums) = objective.value(params, balance, batch, jnp.maximum(targets, 1.0))
+        return summed(value, AXES), summed(sums["counts"], spread.token_axes)
 
     batch = _batch(config, spread, ids, segments, to_targets(labels, segments, shifted))
     return _on(config, mesh, run, (REPLICATED, REPLICATED), params, balance, batch)
@@ -251,7 +252,7 @@ def scores(
     spread = _spread(config, mesh)
 
     def run(params: dict, balance: Biases, batch: dict[str, Any]) -> tuple[Array, Array]:
-        params, out = _pass(config, spread, MeshDevices(spread), params, balance, batch)
+        params, out = run_model(config, spread, params, balance, batch)
         hidden, targets = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
         by_token = zaya.scores(model, params, hidden, targets, precision)
         log_probs, likeliest = (x.reshape(batch["tokens"].shape) for x in by_token)
@@ -281,32 +282,6 @@ def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
             after = xp.pad(segments[:, 1:], ((0, 0), (0, 1)))
             labels = xp.where(segments == after, labels, IGNORED)
     return labels if segments is None else xp.where(segments > 0, labels, IGNORED)
-
-
-def _pass(
-    config: Config,
-    spread: Spread,
-    devices: Devices,
-    params: dict,
-    balance: Biases,
-    batch: dict[str, Any],
-    trace: bool = False,
-) -> tuple[dict, zaya.Output]:
-    """The parameters outside the layers, gathered, and the output of the layers; inside a
-    program."""
-    if spread.fsdp:
-        params = whole_outside(params, zaya.param_axes(config.model, config.precision))
-    rows = TokenRows(batch["tokens"], batch["segment_ids"], batch["positions"])
-    out = zaya.apply(
-        config.model,
-        params,
-        balance,
-        rows,
-        precision=config.precision,
-        devices=devices,
-        trace=trace,
-    )
-    return params, out
 
 
 def _spread(config: Config, mesh: Mesh | None) -> Spread:

@@ -17,9 +17,10 @@ from zaya_jax import cli, trees
 from zaya_jax.checkpoint import few_bits, merged, partial
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.model import lora, quantized
+from zaya_jax.parallel.spread import NO_SPREAD
 from zaya_jax.pytorch import adapters, any_model, exchange, hf
 from zaya_jax.pytorch.card import Publication
-from zaya_jax.training.loss import make_loss
+from zaya_jax.training.loss import loss_of_tokens
 
 SIZES = {"model__hidden_size": 32, "model__moe_intermediate_size": 32}  # for a scale of 32 inputs
 DENSE = {"model__model_type": "dense", "model__intermediate_size": 32, "model__num_experts": 1}
@@ -66,7 +67,7 @@ def test_a_run_begins_as_its_base(folder):
 def check_export(workdir, model, frozen, out):
     """The loss of the training step's own function is that of the merged weights, which the export
     has too."""
-    loss = make_loss(model.config, model.config.model)
+    loss = loss_of_tokens(model.config, NO_SPREAD).value
     rows = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:], "segment_ids": None, "positions": None}
     rows |= {"loss_mask": np.ones(rows["targets"].shape, np.float32)}
     adapted = jax.jit(lambda params, base: loss(params, model.balance, rows, 46.0, frozen=base)[0])(

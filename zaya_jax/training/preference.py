@@ -22,20 +22,21 @@ from zaya_jax.config import Config
 from zaya_jax.model import zaya
 from zaya_jax.model.scan_hooks import PLAIN
 from zaya_jax.parallel.spread import TENSOR, Spread, share_of_tokens
-from zaya_jax.training.loss import Objective, make_pass
+from zaya_jax.training.loss import Objective, run_model
 
 
 def loss_of_pairs(config: Config, spread: Spread) -> Objective:
     """The loss of DPO; its parts have TRL's names."""
     model, precision, beta = config.model, config.precision, config.run.beta
-    run = make_pass(config, model, spread)
     sharing = spread.sequence_parts * spread.head_shards  # devices that have a row's tokens
 
     def value(params, bias, batch, total, hooks=PLAIN, frozen=None):
         segments, mask = batch["segment_ids"], batch["loss_mask"]
         with jax.named_scope("reference"):
-            reference = log_probs(run(None, bias, batch, frozen=frozen), batch)
-        params, out = run(params, bias, batch, hooks, frozen if config.run.lora else None)
+            of_reference = run_model(config, spread, None, bias, batch, frozen=frozen)
+            reference = log_probs(of_reference, batch)
+        base = frozen if config.run.lora else None
+        params, out = run_model(config, spread, params, bias, batch, hooks=hooks, frozen=base)
         policy = log_probs(jax.lax.stop_gradient((params, out)), batch)
         rewards = beta * (policy - reference)
         margins = rewards[..., 0] - rewards[..., 1]
