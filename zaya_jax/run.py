@@ -337,7 +337,7 @@ class Loop:
             if "eval/loss" in measured:
                 logs.say(notes.untrained_line(measured["eval/loss"]))
             if measured:
-                self.figures.writer.write(0, measured)
+                self.figures.write(0, measured)
 
     def train_step(self, now: Step) -> Any:
         """Fetches a batch, dispatches the step, then reads the figures of the step before.

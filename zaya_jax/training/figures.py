@@ -51,7 +51,7 @@ class Figures:
         figures."""
         planned = opened.planned
         self.unsound = unsound
-        self.writer = Writer(opened.workdir, planned.reached, trackers)
+        self.writer, self._trackers = Writer(opened.workdir, planned.reached), trackers
         self._recipe, self._store = planned.recipe, opened.store
         self._pace, self._guard = pace, guard
         self._first_step = planned.reached + 1
@@ -98,11 +98,18 @@ class Figures:
             figures.pop("load", None)
         figures = figures | self._store.figures()
         self._guard.record_step(now.number, now.phase_index, figures)
-        self.writer.write(now.number, figures)
+        self.write(now.number, figures)
         # The first step includes compilation. Later ones that do are too rare to move the median.
         if now.number > self._first_step:
             self._seconds_per_token.append(1 / figures["tokens_per_second"])
         self._show(now.number, figures)
+
+    def write(self, step: int, figures: dict[str, Any]) -> None:
+        """Hands a step's figures, numbers and arrays of numbers, to metrics.jsonl and the
+        trackers."""
+        plain = {name: np.asarray(value).tolist() for name, value in figures.items()}
+        self.writer.write(step, plain)
+        self._trackers.write(step, scalars(plain))
 
     def _show(self, step: int, figures: dict[str, Any]) -> None:
         every, last = self._recipe.config.log.every, self._recipe.last_step
@@ -150,52 +157,38 @@ def final_code(figures: dict, unsound: int, steps: int) -> int:
 
 
 class Writer:
-    """Appends each step's figures to the workdir's files; on resume it first drops the lines after
-    the restored step."""
+    """Appends each step's figures to metrics.jsonl; on resume it first drops the lines after the
+    restored step. Other processes than the first write them nowhere."""
 
-    def __init__(self, workdir: Path, restored_step: int, trackers: Trackers | None = None):
+    def __init__(self, workdir: Path, restored_step: int):
         self.path = workdir / "metrics.jsonl"
-        self._trackers = trackers
-        self._writes = is_writer()
-        if not self._writes:
-            return
         # A start from step 0 may have a line of step 0, and writes it again.
-        dropped = truncate_after(self.path, restored_step or -1) if self.path.exists() else 0
-        self._file = self.path.open("ab", buffering=0)
-        if dropped:
+        if is_writer() and (dropped := truncate_after(self.path, restored_step or -1)):
             say(
                 f"{self.path}: its last {dropped:,} bytes, from after step {restored_step}, are"
                 " dropped"
             )
+        self._file = (self.path if is_writer() else Path(os.devnull)).open("ab", buffering=0)
         self._lines, self._failing = b"", ""
         self._lock = threading.RLock()  # the end may come in another thread
         leaving.before(self.close)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
-        """Writes a step's figures, numbers and arrays of numbers. A full disk costs no line of
-        metrics.jsonl."""
-        if not self._writes:
-            return
-        plain = {name: np.asarray(value).tolist() for name, value in figures.items()}
-        if self._trackers:
-            self._trackers.write(step, scalars(plain))
+        """Writes a line. A full disk costs none."""
         with self._lock:
             # `step` comes first in the line, and no observer's figure of that name replaces it.
-            line = {"step": step} | plain | {"step": step}
+            line = {"step": step} | figures | {"step": step}
             self._lines += json.dumps(line).encode() + b"\n"
             if len(self._lines) > BUFFER:
                 self._write_lines()
 
     def flush(self) -> None:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
-        if self._writes:
-            with self._lock:
-                self._write_lines()
+        with self._lock:
+            self._write_lines()
 
     def close(self) -> None:
-        """Flushes and closes the files, once."""
-        if not self._writes:
-            return
+        """Flushes and closes the file, once."""
         with self._lock:
             if self._file.closed:
                 return
@@ -247,6 +240,8 @@ def truncate_after(path: Path, step: int) -> int:
     Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged
     line before the last good one stays; the report counts it.
     """
+    if not path.exists():
+        return 0
     keep_bytes = end = 0
     with path.open("rb+") as file:
         for line in file:
