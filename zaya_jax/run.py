@@ -40,7 +40,7 @@ from zaya_jax.training import fork, kernels, logs, notes, snapshot, start
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, final_code
-from zaya_jax.training.observers import EndRun, Observer
+from zaya_jax.training.observers import Observer, Observers
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.profile import Profile
 from zaya_jax.training.sample import write_sample
@@ -205,18 +205,18 @@ class Loop:
         observers: Sequence[Observer] = (),
     ):
         self.opened, self.planned = opened, opened.planned
-        self.faults, self.observers = faults, observers
+        self.faults = faults
         self.config, self.plan = self.planned.recipe.config, self.planned.recipe.plan
         self.store, self.workdir = opened.store, opened.workdir
         self.mesh, self.stream = self.planned.placed.mesh, self.planned.stream
         self.train_program = functools.cache(self._train_program)
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
-        self.end_reason = ""  # an observer's, why the run ends
         self.pace = Pace(jax.devices()[0])
         self.evaluation = Evaluation(self.planned, self.pace)
         self.tasks: Any = None  # lm-eval's
         if self.config.eval.tasks:
+        self.observers = Observers(observers, self.pace)
             from zaya_jax.evaluate.during_training import TaskScores  # imports the library
 
             self.tasks = TaskScores(self.planned, self.pace)
@@ -303,8 +303,8 @@ class Loop:
                 return self.go_back(number)
             # Checked before the stop signal, whose exit code makes a supervisor restart the run.
             # The last step ends by itself.
-            if self.end_reason and number < self.planned.recipe.last_step:
-                line = f"{self.end_reason}: ends after step {number}; saved"
+            if self.observers.end_reason and number < self.planned.recipe.last_step:
+                line = f"{self.observers.end_reason}: ends after step {number}; saved"
                 return self._end(number, cli.DONE, line, retry_copies=True)
             if stopping:
                 return self.stopped(number)
@@ -366,8 +366,8 @@ class Loop:
         evaluations = []
         if number == self.planned.last_step_here or not stopping:
             evaluations = self.evaluations_due(now)
-        observers = [x for x in self.observers if number % x.every == 0]
-        if not (evaluations or due_save or observers or ends_here):
+        observers_due = self.observers.are_due(number)
+        if not (evaluations or due_save or observers_due or ends_here):
             return
         self.pace.mark("wait")
         jax.block_until_ready(self.state)
@@ -379,15 +379,15 @@ class Loop:
             with self.pace.outside_a_step():
                 for evaluate in evaluations:
                     measured |= evaluate(self.state, now)
-                observed = self.observe(observers, number, figures | measured)
+                observed = self.observers.figures(number, self.state, figures | measured)
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
         # The step is judged by now. After a spike the run goes back, and saves nothing before.
-        if (due_save or ends_here or self.end_reason) and not self.guard.spike:
+        if (due_save or wait) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
-            wait = bool(ends_here or self.end_reason)
             self.save(number, now.tokens_after, self.last_saved_figures, wait)
+        wait = ends_here or bool(self.observers.end_reason)
 
     def evaluations_due(self, now: Step) -> list:
         """The evaluations of this step: of held-out text that could be read, and of tasks."""
@@ -400,18 +400,6 @@ class Loop:
         if self.tasks and (last or now.number % self.config.eval.tasks_every == 0):
             due.append(self.tasks.scores)
         return due
-
-    def observe(self, observers: Sequence[Observer], number: int, figures: dict) -> dict:
-        """Calls the observers and returns their figures, which never affect rollbacks or exit
-        codes."""
-        observed: dict[str, Any] = {}
-        for observer in observers:
-            self.pace.begin("evaluate", number, id(observer))  # its first call may compile
-            try:
-                observed |= observer.after_step(number, self.state, observed | figures) or {}
-            except EndRun as end:
-                self.end_reason = str(end) or "no reason given"
-        return observed
 
     def save(self, number: int, tokens: int, figures: dict, wait: bool) -> None:
         """Starts saving the state, with everything that a resumed run needs. With `wait` it returns
