@@ -180,7 +180,7 @@ def _segments(config: Config) -> list[Segment]:
             tokens_per_step = sequences * phase.seq_len
             num_steps = max(_ceil_div(phase_begin + end - tokens, tokens_per_step), 0)
             if num_steps:
-                micro_batches = sequences // (phase.micro_batch or sequences) or 1
+                micro_batches = max(sequences // phase.micro_batch, 1)
                 segments.append(
                     Segment(
                         phase=phase,
@@ -316,7 +316,7 @@ def _with_defaults(config: Config, phase: Phase, index: int) -> Phase:
     return dataclasses.replace(
         phase,
         eval_seq_len=phase.eval_seq_len or phase.seq_len,
-        micro_batch=min(phase.micro_batch, phase.global_batch),
+        micro_batch=min(phase.micro_batch or phase.global_batch, phase.global_batch),
         lr_end=phase.lr if phase.lr_end is None else phase.lr_end,
         schedule=phase.schedule or config.schedule.decay,
     )
@@ -341,7 +341,7 @@ def _check_phase(config: Config, phase: Phase, index: int) -> None:
         )
     sizes = [size for size, _ in _ramp(phase)]
     for size in sizes:
-        if phase.micro_batch and size % min(size, phase.micro_batch):
+        if size % min(size, phase.micro_batch):
             raise UserError(
                 f"{where} has steps of {size} sequences, no multiple of its micro-batch:"
                 f" {key(config, index, 'micro_batch')}={phase.micro_batch}; give a"

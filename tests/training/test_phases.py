@@ -204,4 +204,5 @@ def test_each_phase_of_the_full_size_recipe_fits_1024_devices_at_once():
         spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)
         # all of a step at once
-        assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch
+        assert rows * phase.seq_len // spread.context == 16_384
+        assert phase.micro_batch == phase.global_batch

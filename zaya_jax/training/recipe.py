@@ -106,9 +106,8 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
         sharding.check(placed.config, placed.spread, lengths=lengths, where=key("mesh"))
         # If the number of devices is unknown, `spread` is the smallest that the config allows.
         sizes = tuple(segment.sequences for segment in placed.segments)
-        whole = _micro_batch(phase)
-        for micro_batch in sorted({min(whole, size) for size in sizes}):
-            name = key("micro_batch" if micro_batch == whole else "ramp_from")
+        for micro_batch in sorted({min(phase.micro_batch, size) for size in sizes}):
+            name = key("micro_batch" if micro_batch == phase.micro_batch else "ramp_from")
             sharding.check_batch(placed.spread, sizes, micro_batch, where=key("mesh"), name=name)
     return notes
 
@@ -145,9 +144,4 @@ def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
     """Rows of a held-out batch: the number of windows, rounded up for the mesh, at most a
     micro-batch."""
     shards = spread.data * spread.expert
-    return min(-(-max(config.eval.windows, 1) // shards) * shards, _micro_batch(phase))
-
-
-def _micro_batch(phase: Phase) -> int:
-    """Sequences of a micro-batch; 0 in the config means the whole batch."""
-    return phase.micro_batch or phase.global_batch
+    return min(-(-max(config.eval.windows, 1) // shards) * shards, phase.micro_batch)
