@@ -81,22 +81,25 @@ class Parent:
                 f" run.fork={self._name}, so its ids mean other text; give that run's, which is in"
                 " its folder as tokenizer/"
             )
-        changed = config.run.changed_source
-        own_parts.require_same_source(config.model, meta, self._name, changed, say)
+        allowed = config.run.changed_source
+        own_parts.require_same_source(config.model, meta, self._name, allowed, say)
         self._config = config_lib.check(meta["config"])
         before, after = config_lib.to_dict(self._config), config_lib.to_dict(config)
-        self._changed = {
+        changed = {
             key: [was, now]
             for key, was, now in changed_keys(flat(before), flat(after))
             if key not in NOT_INHERITED
         }
+        self._changes = [
+            f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in changed.items()
+        ]
         folder = str(self._source.location)
         from_here = {
             "folder": folder if "://" in folder else str(Path(folder).absolute()),
             "run": self._source.run,
             "step": meta["step"],
             "tokens": meta["tokens"],
-            "changed": self._changed,
+            "changed": changed,
         }
         self.meta = {
             "step": meta["step"],
@@ -110,7 +113,7 @@ class Parent:
 
     def note(self, plan: Plan) -> str:
         """Says which state the fork begins with and which keys differ; `plan` is the fork's."""
-        step, changes = self.meta["step"], self._changes()
+        step, changes = self.meta["step"], [*self._changes]
         # a parent that was stopped at once has no such step
         with contextlib.suppress(UserError, ValueError):
             was = schedule.make_plan(self._config).step(step).lr
@@ -127,19 +130,12 @@ class Parent:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with
         shardings say."""
         if odd := misfit(self._source.arrays, locations.arrays):
-            changes = "; ".join(
-                x for x in self._changes() if x.startswith(("config.model", "config.optim"))
-            )
+            of_arrays = [x for x in self._changes if x.startswith(("config.model", "config.optim"))]
             raise UserError(
-                f"config.run.fork={self._name} does not fit: {odd} ({changes}); restore what"
-                " differs, or begin with only its weights, by config.run.init_from"
+                f"config.run.fork={self._name} does not fit: {odd} ({'; '.join(of_arrays)});"
+                " restore what differs, or begin with only its weights, by config.run.init_from"
             )
         return self._source.restore(abstract, locations)
-
-    def _changes(self) -> list[str]:
-        return [
-            f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in self._changed.items()
-        ]
 
 
 def _open(name: str) -> tuple[SealedSource, dict[str, Any]]:
