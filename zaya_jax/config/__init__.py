@@ -120,14 +120,11 @@ def _to_config_dict(value: Any) -> config_dict.ConfigDict:
     out = config_dict.ConfigDict()
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
-        optional = fields.optional_type(field.type)
-        if dataclasses.is_dataclass(item):
-            out[field.name] = _to_config_dict(item)
-        elif optional is not None:
+        if optional := fields.optional_type(field.type):
             out[field.name] = config_dict.placeholder(optional)
-            if item is not None:
-                out[field.name] = item
-        else:
+        if dataclasses.is_dataclass(item):
+            item = _to_config_dict(item)
+        if item is not None:
             out[field.name] = item
     return out
 
