@@ -4,7 +4,7 @@
       open_run                      opens the folder, finds out how the run starts, checks everything
       Loop(opened, ..)              records the start, makes the state
       Loop.run                      per step: train_step, measure_and_save, replay, then perhaps an end
-        done, mesh_change, stopped, unhealthy, wrong_device       ends with an exit code
+        done, stopped, unhealthy, wrong_device                    ends with an exit code
         go_back                                                   after a loss spike: None, start over
 
 After going back, the run starts over from an earlier checkpoint, or without one from its beginning.
@@ -183,7 +183,10 @@ def already_complete(opened: OpenedRun) -> int:
     if uncopied_steps:
         code = cli.STORAGE  # the next start copies again, and judges the run again
     if multihost.is_writer():
-        start.restore_tokenizer(opened.workdir, opened.planned.tokenizer, opened.meta)
+        # Missing if the run came from its durable place, where only checkpoints are.
+        tokenizer, saved = opened.planned.tokenizer, opened.workdir / "tokenizer"
+        if not saved.exists() and tokenizer.sha256 == opened.meta.get("tokenizer"):
+            tokenizer.save(saved)
         logs.say(notes.complete_line(recipe, opened.workdir, write_report(opened.workdir)))
     return code
 
@@ -213,10 +216,10 @@ class Loop:
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
         self.pace = Pace(jax.devices()[0])
+        self.observers = Observers(observers, self.pace)
         self.evaluation = Evaluation(self.planned, self.pace)
         self.tasks: Any = None  # lm-eval's
         if self.config.eval.tasks:
-        self.observers = Observers(observers, self.pace)
             from zaya_jax.evaluate.during_training import TaskScores  # imports the library
 
             self.tasks = TaskScores(self.planned, self.pace)
@@ -310,8 +313,10 @@ class Loop:
                 return self.stopped(number)
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
-        if self.planned.last_step_here < self.planned.recipe.last_step:
-            return self.mesh_change()
+        last = self.planned.last_step_here
+        if last < self.planned.recipe.last_step:  # the next phase has another mesh
+            line = notes.mesh_change_line(self.planned.recipe, last)
+            return self._end(last, cli.PREEMPTED, line, retry_copies=True)
         return self.done()
 
     def try_step(self) -> str:
@@ -335,7 +340,8 @@ class Loop:
             for evaluate in self.evaluations_due(now):
                 measured |= evaluate(self.state, now)
             if "eval/loss" in measured:
-                logs.say(notes.untrained_line(measured["eval/loss"]))
+                held_out = measured["eval/loss"]
+                logs.say(f"step 0 | held-out {held_out:.4f}, with the weights as they came")
             if measured:
                 self.figures.write(0, measured)
 
@@ -382,12 +388,12 @@ class Loop:
                 observed = self.observers.figures(number, self.state, figures | measured)
         finally:  # the step's own figures are written whatever fails
             self.figures.record(now, observed | figures | measured)
+        wait = ends_here or bool(self.observers.end_reason)
         # The step is judged by now. After a spike the run goes back, and saves nothing before.
         if (due_save or wait) and not self.guard.spike:
             judged = {name: float(figures[name]) for name in retention.FIGURES}
             self.last_saved_figures = judged | measured | self.guard.checkpoint_figures()
             self.save(number, now.tokens_after, self.last_saved_figures, wait)
-        wait = ends_here or bool(self.observers.end_reason)
 
     def evaluations_due(self, now: Step) -> list:
         """The evaluations of this step: of held-out text that could be read, and of tasks."""
@@ -492,11 +498,6 @@ class Loop:
             write_report(self.workdir)
         logs.say(notes.done_line(last, self.plan.tokens_of_step(last), unsound, self.workdir))
         return code
-
-    def mesh_change(self) -> int:
-        """The next phase has another mesh, which needs a new start."""
-        line = notes.mesh_change_line(self.planned.recipe, self.planned.last_step_here)
-        return self._end(self.planned.last_step_here, cli.PREEMPTED, line, retry_copies=True)
 
     def stopped(self, number: int) -> int:
         """A signal came, and the step is saved."""

@@ -209,11 +209,6 @@ def no_effect_line(updates: int) -> str:
     return f"{many} skipped, not finite, or of batches without a target"
 
 
-def untrained_line(held_out: float) -> str:
-    """The line before the first step of weights that were given."""
-    return f"step 0 | held-out {held_out:.4f}, with the weights as they came"
-
-
 def done_line(steps: int, tokens: int, unsound: int, workdir: Path) -> str:
     """The last line of a run."""
     effect = f"Without effect: {no_effect_line(unsound)}. " if unsound else ""

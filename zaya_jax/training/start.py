@@ -179,14 +179,10 @@ def first_state(
     if "frozen" not in planned.abstract_state:
         return state, {}
     role = "base" if run.lora else "reference"
-    if meta:  # the base is the one that the checkpoint names
-        named = meta[role]
-        base = open_same(named["name"])
-    else:
-        named = {}
-        base = open_same(run.init_from)
-        if run.lora:
-            _say_what_differs(base, planned)
+    named = meta[role] if meta else {}  # by the checkpoint that it resumes from
+    base = open_same(named["name"] if named else run.init_from)
+    if run.lora and not named:
+        _say_what_differs(base, planned)
     named = add_frozen(state, planned, base, named)
     if run.lora:
         in_few_bits = "" if run.base == "compute" else f", experts in {run.base}"
@@ -244,13 +240,6 @@ def add_frozen(
     if base.workdir:
         name += f"@{base.step}"
     return {"name": name, "mark": mark, "form": config.run.base}
-
-
-def restore_tokenizer(workdir: Path, tokenizer: tokenizers.Tokenizer, meta: dict[str, Any]) -> None:
-    """Puts back the tokenizer of a complete run that came from its durable place, where only
-    checkpoints are; `meta` is the newest one's."""
-    if not (workdir / "tokenizer").exists() and tokenizer.sha256 == meta.get("tokenizer"):
-        tokenizer.save(workdir / "tokenizer")
 
 
 def _size(tree: Any) -> int:
