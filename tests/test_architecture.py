@@ -1,6 +1,7 @@
 """The project's rules that a test can check: imports, lengths of files, forbidden words."""
 
 import ast
+import collections
 import graphlib
 import re
 from collections.abc import Iterator
@@ -108,11 +109,20 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def modules() -> list[tuple[str, Path]]:
+    """Every module of the three packages, by its dotted name."""
+    found = []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports(module: str, path: Path) -> Iterator[tuple[int, str]]:
     """Yields the line and full name of everything that a module imports, inside its functions
     too."""
-    parents = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    parents = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -123,25 +133,16 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, s
                 yield node.lineno, f"{origin}.{alias.name}"
 
 
-def forbidden_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+def forbidden_imports(module: str, path: Path) -> list[str]:
     """The imports that break the arrows, each as a sentence."""
     allowed = next(targets for package, targets in ARROWS.items() if within(module, package))
     return [
         f"{module}, line {line}, imports {name}; of this project it may import only"
         f" {', '.join(allowed)}"
-        for line, name in imports(source, module, is_package)
+        for line, name in imports(module, path)
         if name.split(".")[0] in (*PACKAGES, "tests", "benchmarks", "tools")
         and not any(within(name, target) for target in allowed)
     ]
-
-
-def modules() -> list[tuple[str, Path]]:
-    """Every module of the three packages, by its dotted name."""
-    found = []
-    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
-    return found
 
 
 def texts() -> list[tuple[str, str]]:
@@ -162,43 +163,24 @@ def texts() -> list[tuple[str, str]]:
 
 
 def test_every_import_follows_the_arrows():
-    broken = []
-    for module, path in modules():
-        broken += forbidden_imports(
-            path.read_text(encoding="utf-8"), module, path.name == "__init__.py"
-        )
-    assert modules()
-    assert not broken, "\n".join(broken)
+    broken = [line for name, path in modules() for line in forbidden_imports(name, path)]
+    assert modules() and not broken, "\n".join(broken)
 
 
-def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
-    """Which package imports which, of (module, source, whether it is a package's own file)."""
-    arrows: dict[str, set[str]] = {}
-    for module, source, is_package in found:
-        package = ".".join(module.split(".")[:2])
-        for _, name in imports(source, module, is_package):
-            other = ".".join(name.split(".")[:2])
-            if name.split(".")[0] in ("zaya_jax", "pallas_kernels"):
-                arrows.setdefault(package, set()).update({other} - {package, "zaya_jax"})
-    return arrows
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def test_packages_import_each_other_in_no_circle():
-    found = [
-        (name, path.read_text(encoding="utf-8"), path.name == "__init__.py")
-        for name, path in modules()
-    ]
-    order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
-    assert (
-        order.index("zaya_jax.model")
-        < order.index("zaya_jax.parallel")
-        < order.index("zaya_jax.training")
-    )
-    assert (
-        order.index("zaya_jax.config")
-        < order.index("zaya_jax.checkpoint")
-        < order.index("zaya_jax.training")
-    )
+    arrows = collections.defaultdict[str, set[str]](set)
+    for module, path in modules():
+        imported = {package_of(name) for _, name in imports(module, path)}
+        ours = {name for name in imported if name.startswith(("zaya_jax.", "pallas_kernels."))}
+        arrows[package_of(module)] |= ours - {package_of(module)}
+    order = list(graphlib.TopologicalSorter(arrows).static_order())
+    for upwards in ("model", "parallel", "training"), ("config", "checkpoint", "training"):
+        ranks = [order.index(f"zaya_jax.{name}") for name in upwards]
+        assert ranks == sorted(ranks)
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions")
@@ -212,7 +194,7 @@ def test_nothing_but_evaluation_imports_the_library():
         module
         for module, path in modules()
         if module not in ("zaya_jax", *LIBRARY) and not any(within(module, part) for part in ABOVE)
-        for _, name in imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+        for _, name in imports(module, path)
         if any(within(name, part) for part in LIBRARY)
     }
     assert not found
@@ -328,11 +310,11 @@ def test_a_function_fits_a_screen_and_takes_ten_things():
 
 
 def test_heavy_packages_are_imported_where_the_table_says():
-    found = {}
+    found = collections.defaultdict(set)
     for name, path in modules():
-        for _, what in imports(path.read_text(encoding="utf-8"), name, path.name == "__init__.py"):
-            found.setdefault(what.split(".")[0], set()).add(name)
-    assert {package: sorted(found.get(package, ())) for package in HEAVY} == HEAVY
+        for _, what in imports(name, path):
+            found[what.split(".")[0]].add(name)
+    assert {package: sorted(found[package]) for package in HEAVY} == HEAVY
 
 
 # The one public class of a name that another has (26 November 2026); none may be added.
@@ -341,15 +323,15 @@ STAND_TWICE = {"Guard"}
 
 def test_no_public_class_name_stands_twice():
     """A reader who meets a name for the second time takes it for the first."""
-    places: dict[str, list[str]] = {}
-    for name, path in modules():
-        if name.split(".")[0] in ("zaya_jax", "pallas_kernels"):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    places.setdefault(node.name, []).append(name)
-    twice = {name: found for name, found in places.items() if len(found) > 1}
-    assert len(places) > 200
-    assert twice.keys() <= STAND_TWICE, {n: twice[n] for n in twice.keys() - STAND_TWICE}
+    classes = collections.Counter(
+        node.name
+        for name, path in modules()
+        if name.split(".")[0] in ("zaya_jax", "pallas_kernels")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(classes) > 200
+    assert {name for name, count in classes.items() if count > 1} <= STAND_TWICE
 
 
 TELLTALE = re.compile(
