@@ -203,15 +203,11 @@ def installed(wheel, tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(
-        subprocess.run(
-            [python, "-c", ask], check=True, capture_output=True, text=True
-        ).stdout.strip()
+    theirs, ours = (
+        subprocess.run([x, "-c", ask], check=True, capture_output=True, text=True).stdout
+        for x in (python, sys.executable)
     )
-    ours = subprocess.run(
-        [sys.executable, "-c", ask], check=True, capture_output=True, text=True
-    ).stdout
-    (site / "rest.pth").write_text(ours)
+    Path(theirs.strip(), "rest.pth").write_text(ours)
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     subprocess.run(
         [*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True
@@ -230,10 +226,7 @@ def started(command, folder, **variables):
 
 @pytest.mark.slow
 def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
-    code = (
-        "import zaya_jax, experiments, pallas_kernels; print(zaya_jax.__file__,"
-        " experiments.__file__)"
-    )
+    code = "import zaya_jax, experiments as e, pallas_kernels; print(zaya_jax.__file__, e.__file__)"
     _, out, err = started([installed / "python", "-c", code], tmp_path)
     assert not err and all(Path(name).is_relative_to(installed.parent) for name in out.split())
     code = (
@@ -241,14 +234,9 @@ def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
         " zj.create('tiny'))"
     )
     assert "5,182,616 parameters" in started([installed / "python", "-c", code], tmp_path)[1]
-    templates = installed.parent / "share" / "zaya_jax" / "launch"
-    assert {path.name for path in templates.iterdir()} == {
-        path.name for path in (ROOT / "launch").iterdir()
-    }
-    assert (
-        templates.joinpath("slurm.sbatch").read_bytes()
-        == (ROOT / "launch" / "slurm.sbatch").read_bytes()
-    )
+    templates = (installed.parent / "share" / "zaya_jax" / "launch", ROOT / "launch")
+    theirs, ours = ({path.name: path.read_bytes() for path in x.iterdir()} for x in templates)
+    assert theirs == ours
 
 
 @pytest.mark.slow
@@ -265,13 +253,14 @@ def test_an_installed_program_trains(installed, tmp_path):
         "run.num_steps": 2,
     }
     options = [f"--config.{key}={value}" for key, value in keys.items()]
-    code, out, err = started([installed / "zaya-pretrain", "--workdir=run", *options], tmp_path)
-    assert (code, err) == (0, "") and "done: 2 steps" in out
-    options = ["--config=experiments/configs/zaya1_base.py", "--describe"]  # as the pages name it
-    code, out, err = started([installed / "zaya-pretrain", *options], tmp_path)
-    assert (code, err) == (0, "") and "838,044 steps" in out
-    code, out, err = started([installed / "zaya-checkpoint", "verify", "--workdir=run"], tmp_path)
-    assert (code, err) == (0, "") and "step 2" in out and "whole" in out
+    config = "--config=experiments/configs/zaya1_base.py"  # as the pages name it
+    for program, *words, says in (
+        ("zaya-pretrain", "--workdir=run", *options, "done: 2 steps"),
+        ("zaya-pretrain", config, "--describe", "838,044 steps"),
+        ("zaya-checkpoint", "verify", "--workdir=run", "step 2.*whole"),
+    ):
+        code, out, err = started([installed / program, *words], tmp_path)
+        assert (code, err) == (0, "") and re.search(says, out, re.DOTALL)
 
 
 NAMES = [
@@ -338,19 +327,10 @@ def test_the_public_names_are_frozen():
     assert set(NAMES) <= set(dir(zj))
     for name in NAMES:
         assert getattr(zj, name) is not None
-    methods = [
-        n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")
-    ]
-    assert sorted(methods) == OF_A_MODEL
+    public = {n: x for n, x in vars(zj.LanguageModel).items() if not n.startswith("_")}
+    assert sorted(n for n, x in public.items() if callable(x)) == OF_A_MODEL
     fields = [field.name for field in dataclasses.fields(zj.LanguageModel)]
-    assert [name for name in fields if not name.startswith("_")] == [
-        "config",
-        "params",
-        "balance",
-        "tokenizer",
-        "mesh",
-        "source",
-    ]
+    assert fields == ["config", "params", "balance", "tokenizer", "mesh", "source", "_origin"]
     assert [field.name for field in dataclasses.fields(zj.Trace)] == OF_A_TRACE
     with pytest.raises(AttributeError, match="'nothing'"):
         zj.nothing  # noqa: B018
@@ -378,8 +358,7 @@ assert "experiments.pretrain" not in sys.modules
 
 def test_the_page_names_every_command():
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert sorted(re.findall(r"`(zaya-[a-z-]+)`", page)) == sorted(project["scripts"])
+    assert sorted(re.findall(r"`(zaya-[a-z-]+)`", page)) == sorted(COMMANDS)
 
 
 def test_the_page_of_keys_is_as_it_is_made():
