@@ -143,29 +143,14 @@ def start(
                 process.wait()
 
 
-def write_corpus(folder: Path, files: int = 40) -> str:
-    """A folder of small texts, each its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(files):
-        (folder / f"{i}.txt").write_text(
-            "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30))
-        )
-    return str(folder)
-
-
 def pretrain(
-    folder: Path,
-    workdir: Path,
-    keys: dict[str, object],
-    count: int = 1,
-    devices: int = 1,
-    variables: dict[str, str] | None = None,
+    workdir: Path, count: int, devices: int, keys: dict[str, object], **variables: str
 ) -> AbstractContextManager[Run]:
-    """The training program with these config keys, on a small corpus in `folder`."""
-    keys = {**keys, "data.path": write_corpus(folder / "corpus")}
+    """The training program with these config keys; its output goes to a folder beside the run."""
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
-    return start(arguments, count, folder / f"out-{workdir.name}-{count}", devices, variables)
+    folder = workdir.with_name(f"out-{workdir.name}-{count}")
+    return start(arguments, count, folder, devices, variables)
 
 
 def flags(devices: int) -> str:

@@ -17,6 +17,15 @@ def refusal(call: Callable, *args, **keys) -> str:
     return str(refused.value)
 
 
+def raising(error: BaseException | type[BaseException]) -> Callable:
+    """A function that ends with this error, whatever it is given."""
+
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
 def check_refused(words: str, call: Callable, *args, **keys) -> None:
     """A call is refused in one line that has these words, a regular expression."""
     said = refusal(call, *args, **keys)

@@ -21,13 +21,8 @@ def settings(**model):
     """A config of a small model, with some keys changed."""
     c = zj.config.default()
     c.name = "small"
-    for key, value in {**SIZES, **model}.items():
-        c.model[key] = value
-    c.precision.compute, c.precision.newton_schulz, c.precision.matmul = (
-        "float32",
-        "float32",
-        "highest",
-    )
-    c.data.tokenizer, c.data.seq_len, c.data.global_batch = "bytes", 32, 8
+    c.model.update(SIZES | model)
+    c.precision.update(compute="float32", newton_schulz="float32", matmul="highest")
+    c.data.update(tokenizer="bytes", global_batch=8)
     c.data.seq_len = min(32, c.model.max_position_embeddings)
     return c

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import check_error
+from refusals import check_error, raising
 
 from zaya_jax import cli
 from zaya_jax.cluster import leaving
@@ -87,9 +87,6 @@ def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "file").write_text("")
 
-    def nameless():
-        raise PermissionError(errno.EACCES, "of a library's own")
-
     for stumble in (
         lambda: (tmp_path / "metrics.jsonl").read_bytes(),
         lambda: (tmp_path / "file" / "x").read_bytes(),
@@ -98,21 +95,19 @@ def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
         assert cli.exit_code(stumble) == cli.STORAGE
         err = capsys.readouterr().err
         assert err.startswith("error: ") and err.count("\n") == 1 and str(tmp_path) in err
-    with pytest.raises(PermissionError):
-        cli.exit_code(nameless)
+    nameless = raising(PermissionError(errno.EACCES, "of a library's own"))
+    check_error(PermissionError, "", cli.exit_code, nameless)
     assert leaving.code_of(FileNotFoundError(errno.ENOENT, "gone", "x"))[0] == leaving.FAILED
 
 
 def test_a_device_without_room_is_a_line_with_the_way_out(capsys):
-    def fill(message):
-        raise RuntimeError(message)
-
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
-    assert cli.exit_code(lambda: fill(full)) == leaving.FAILED
+    assert cli.exit_code(raising(RuntimeError(full))) == leaving.FAILED
     err = capsys.readouterr().err
     assert err.startswith(f"error: {full}; take a smaller data.micro_batch")
     assert err.count("\n") == 1 and (ROOT / "docs/howto/out_of_memory.md").exists()
-    check_error(RuntimeError, "INTERNAL", lambda: cli.exit_code(lambda: fill("INTERNAL: another")))
+    another = raising(RuntimeError("INTERNAL: another"))
+    check_error(RuntimeError, "INTERNAL", cli.exit_code, another)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +118,5 @@ def test_an_error_names_the_option_of_the_value_that_it_begins_with(
 ):
     words = ["program", "--workdir=runs/x", "--config.checkpoint.every_steps=3"]
     monkeypatch.setattr(sys, "argv", words)
-
-    def refuse():
-        raise cli.UserError(line)
-
-    assert cli.exit_code(refuse) == cli.BAD_INPUT
+    assert cli.exit_code(raising(cli.UserError(line))) == cli.BAD_INPUT
     assert capsys.readouterr().err == f"error: {option}{line}\n"

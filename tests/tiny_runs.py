@@ -3,21 +3,35 @@ is compiled once."""
 
 import json
 import shutil
-import signal
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from multiprocess_runs import write_corpus
 
 from experiments.configs import tiny
 from zaya_jax import config
 from zaya_jax import run as run_lib
 from zaya_jax.checkpoint import folders, partial
+from zaya_jax.cluster import leaving
 
-__all__ = ["write_corpus"]
 ALL_DEVICES = jax.devices()
+
+
+def write_corpus(folder, files=40):
+    """A folder of small texts, each its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        lines = (f"line {j} of file {i}, {i * j % 97}\n" for j in range(30))
+        (folder / f"{i}.txt").write_text("".join(lines))
+    return str(folder)
+
+
+FOLDER = tempfile.TemporaryDirectory()  # for as long as the tests run
+CORPUS = write_corpus(Path(FOLDER.name))
 SMALL = {
+    "data.path": CORPUS,
     "model.hidden_size": 16,
     "model.num_hidden_layers": 2,
     "model.head_dim": 8,
@@ -50,33 +64,37 @@ GUARDED = SMALL | {
 
 def settings(**keys):
     """The checked config of a small run; `data__path` is data.path."""
-    given = tiny.get_config()
+    return changed(tiny.get_config(), **SMALL | keys)
+
+
+def changed(given, **keys):
+    """The checked config of a ConfigDict with other values of these keys."""
     given.update_from_flattened_dict(
-        SMALL | {name.replace("__", "."): value for name, value in keys.items()}
+        {name.replace("__", "."): value for name, value in keys.items()}
     )
     return config.check(given)
 
 
-def train(workdir, devices=1, faults=None, observers=(), **keys):
+def train(workdir, devices=1, faults=None, observers=(), tracker=None, **keys):
     """One start on so many devices; its exit code."""
-    return start(settings(**keys), workdir, devices, faults, observers)
+    return start(settings(**keys), workdir, devices, faults, observers, tracker)
 
 
-def start(given, workdir, devices=1, faults=None, observers=()):
+def start(given, workdir, devices=1, faults=None, observers=(), tracker=None):
     """One start of this config."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
-            return run_lib.train(given, workdir, faults, observers=observers)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.MonkeyPatch.context() as patch, leaving.signals_as_they_were():
+        patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
+        return run_lib.train(given, workdir, faults, tracker, observers)
 
 
 def lines(workdir):
     """The figures of all steps."""
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def by_step(workdir, figure):
+    """A figure of the steps that have it."""
+    return {line["step"]: line[figure] for line in lines(workdir) if figure in line}
 
 
 def without_last(workdir, copy):

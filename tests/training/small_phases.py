@@ -12,22 +12,19 @@ def get_config():
     c.model.hidden_size, c.model.head_dim, c.model.moe_intermediate_size = 32, 8, 32
     c.model.num_hidden_layers, c.model.router_hidden_size = 1, 8
     sizes = [(32, 16, 32, 8), (16, 32, 32, 0), (64, 16, 128, 8), (128, 4, 128, 0)]  # per phase
-    phases = []
-    for phase, (length, batch, evaluation, ramp) in zip(c.schedule.phases, sizes, strict=True):
-        size = length * batch
-        phases.append(
-            dataclasses.replace(
-                phase,
-                seq_len=length,
-                global_batch=batch,
-                eval_seq_len=evaluation,
-                ramp_from=ramp,
-                micro_batch=max(phase.micro_batch // 2, 8) if batch > 8 else 2,
-                tokens=3 * size if not ramp else 5 * size // 2,
-                ramp_tokens=size // 2 if ramp else 0,
-                mixture=tuple(part.replace("*.py", "json") for part in phase.mixture),
-            )
+    c.schedule.phases = tuple(
+        dataclasses.replace(
+            phase,
+            seq_len=length,
+            global_batch=batch,
+            eval_seq_len=evaluation,
+            ramp_from=ramp,
+            micro_batch=max(phase.micro_batch // 2, 8) if batch > 8 else 2,
+            tokens=5 * length * batch // 2 if ramp else 3 * length * batch,
+            ramp_tokens=length * batch // 2 if ramp else 0,
+            mixture=tuple(part.replace("*.py", "json") for part in phase.mixture),
         )
-    c.schedule.phases = tuple(phases)
+        for phase, (length, batch, evaluation, ramp) in zip(c.schedule.phases, sizes, strict=True)
+    )
     c.eval.every, c.eval.windows, c.log.sample_tokens, c.checkpoint.every_steps = 2, 4, 4, 2
     return c

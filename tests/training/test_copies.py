@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_runs
 from saved_trees import save_tree
-from tiny_runs import lines, same_run, settings, train, without_last, write_corpus
+from tiny_runs import lines, same_run, settings, train, without_last
 
 from pallas_kernels import chip
 from zaya_jax import cli, trees
@@ -18,6 +18,7 @@ from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.run import store
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.checkpoint.writing import parts_by_device
+from zaya_jax.compiled.measure import batch_like
 from zaya_jax.optim.zero import by_layer, matrices
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.plan import footprint
@@ -47,25 +48,20 @@ def of_any_size():
         yield
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return KEYS | {"data__path": write_corpus(tmp_path_factory.mktemp("copies") / "data")}
-
-
 @functools.cache
 def on(devices, **keys):
     """(config, setup, state's shapes, its snapshots) on so many devices."""
-    config = settings(**keys)
+    config = settings(**KEYS | keys)
     setup = states.set_up(config, make_mesh(config.mesh, tiny_runs.ALL_DEVICES[:devices]))
     state = states.abstract(config, setup)
     return config, setup, state, snapshot.Snapshots(setup.optimizer, state)
 
 
 @pytest.fixture(scope="module")
-def run(keys, tmp_path_factory):
+def run(tmp_path_factory):
     """A run's folder with a checkpoint of random numbers, as four devices write it."""
     folder = tmp_path_factory.mktemp("copies")
-    *_, snapshots = on(4, **keys)
+    *_, snapshots = on(4)
     rng = np.random.default_rng(0)
     numbers = {
         name: (9 * rng.standard_normal(x.shape)).astype(x.dtype)
@@ -110,10 +106,10 @@ def check_same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"data__micro_batch": 4, "guard__replay_every": 2}])
-def test_a_run_with_copies_is_the_run_without(keys, tmp_path, more):
+def test_a_run_with_copies_is_the_run_without(tmp_path, more):
     """From its beginning, and from the other's checkpoint; of two micro-batches and gradients made
     again, too."""
-    ours, theirs, keys = tmp_path / "ours", tmp_path / "theirs", keys | more
+    ours, theirs, keys = tmp_path / "ours", tmp_path / "theirs", KEYS | more
     assert train(ours, 4, **keys) == cli.DONE
     assert train(theirs, 4, precision__weights="float32", **keys) == cli.DONE
     check_same(ours, theirs)
@@ -125,8 +121,8 @@ def test_a_run_with_copies_is_the_run_without(keys, tmp_path, more):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_any_mesh_reads_the_owners_weights(run, keys, devices):
-    _, setup, _, snapshots = on(devices, **keys)
+def test_any_mesh_reads_the_owners_weights(run, devices):
+    _, setup, _, snapshots = on(devices)
     optimizer = setup.optimizer
     assert set(optimizer.layout.copied) >= EXPERTS if devices > 1 else not optimizer.layout.copied
     state = restored(snapshots, run)
@@ -147,36 +143,26 @@ def logical(snapshots, copy):
     return found
 
 
-def test_a_run_begins_with_given_weights(run, keys):
-    config, setup, _, snapshots = on(4, **keys)
+def test_a_run_begins_with_given_weights(run):
+    config, setup, _, snapshots = on(4)
     fresh = states.init(config, setup)
-    check_copies(setup.optimizer, fresh, whole(snapshots, fresh))
-    check_copies(
-        setup.optimizer, snapshots.with_weights_of(fresh, SealedSource(run).restore), saved(run)
-    )
+    whole = trees.nested(logical(snapshots, parts_by_device(snapshots.on_devices(fresh))))
+    check_copies(setup.optimizer, fresh, trees.flat(whole["params"], "/"))
+    given = snapshots.with_weights_of(fresh, SealedSource(run).restore)
+    check_copies(setup.optimizer, given, saved(run))
 
 
-def test_a_step_leaves_copies_where_they_were(keys):
-    config, setup, state, _ = on(4, **keys)
-    rows = jax.ShapeDtypeStruct((1, 8, 16), np.int32)
-    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
-    batch["loss_mask"] = jax.ShapeDtypeStruct(rows.shape, np.float32)
+def test_a_step_leaves_copies_where_they_were():
+    config, setup, state, _ = on(4)
+    batch = batch_like(config, setup, 8, 1)
     after, _ = steps.make_train_step(config, setup).eval_shape(state, batch, np.float32(1e-3))
-    shapes = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (after, state))
-    assert next(shapes) == next(shapes)
+    after, before = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (after, state))
+    assert after == before
 
 
-def whole(snapshots, state):
-    """The float32 weights of a state by path."""
-    return trees.flat(
-        trees.nested(logical(snapshots, parts_by_device(snapshots.on_devices(state))))["params"],
-        "/",
-    )
-
-
-def test_memory_is_planned(keys):
+def test_memory_is_planned():
     for devices, copied in ((4, True), (1, False)):
-        config, setup, state, _ = on(devices, **keys)
+        config, setup, state, _ = on(devices)
         case = StepCase(config, setup.spread, "mi300x", 8, 1)
         assert bool(case.copied_numel) == copied
         planned = footprint.estimate(case).state
@@ -185,10 +171,10 @@ def test_memory_is_planned(keys):
             assert planned[name] == pytest.approx(taken, abs=600)  # figures and counters
 
 
-def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit(keys):
+def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit():
     """In the kernels, or before the first of two micro-batches; as planned, in 2 bytes a number
     more."""
-    keys = keys | {"model__num_hidden_layers": 1, "model__hidden_size": 32}
+    keys = {"model__num_hidden_layers": 1, "model__hidden_size": 32}
     tokens = np.random.default_rng(0).integers(0, 64, (2, 2, 16), np.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), tokens)
     batch |= {"segment_ids": 1 + 0 * tokens, "loss_mask": np.ones(tokens.shape, np.float32)}
@@ -206,13 +192,14 @@ def test_one_device_rounds_its_experts_once_a_step_and_changes_no_bit(keys):
     assert more - less == 2 * sum(math.prod(w.shape) for w in weights)
 
 
-def test_what_has_no_copies(keys):
+def test_what_has_no_copies():
     """Products that may be float32, and weights that are in parts already."""
-    others = (
+    for more in (
         {"precision__compute": "float32"},
         {"run__lora": 2, "run__init_from": "x"},
         {"mesh__fsdp": True},
-    )
-    for more in (*others, {"precision__weights": "float32"}, {"mesh__tensor": 2}):
-        assert not EXPERTS & on(4, **keys | more)[1].optimizer.layout.copied.keys()
-    assert not any("router" in path for path in on(4, **keys)[1].optimizer.layout.copied)
+        {"precision__weights": "float32"},
+        {"mesh__tensor": 2},
+    ):
+        assert not EXPERTS & on(4, **more)[1].optimizer.layout.copied.keys()
+    assert not any("router" in path for path in on(4)[1].optimizer.layout.copied)

@@ -1,6 +1,8 @@
 """However a run ends, its results up to then are on the disk: the figures of its last step, and a
 report."""
 
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -14,6 +16,7 @@ import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
+from refusals import raising
 
 from zaya_jax import cli, config
 from zaya_jax import run as run_lib
@@ -29,28 +32,26 @@ from zaya_jax.training.observers import EndRun
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(step, what) trains in this process, and before it computes that step does what."""
-    corpus, made = tiny_runs.write_corpus(tmp_path / "corpus"), steps.make_train_step
+    """run(step, what) trains in this process, and does what before that step, and before each after
+    it; the result is figures that replace the step's own."""
+    made, checkpoints = steps.make_train_step, tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
 
-    def call(at, what, reached=0, **keys):
-        count = reached
+    def call(at=math.inf, what=None, **keys):
+        numbers = itertools.count(1 + max(folders.numbered(checkpoints), default=0))
 
         def make(*args):
             step = made(*args)
 
             def counted(*args):
-                nonlocal count
-                count += 1
-                given = what() if count >= at else None
+                changed = what() if next(numbers) >= at else None
                 state, figures = step(*args)
-                return state, figures | (given or {})
+                return state, figures | (changed or {})
 
             return counted
 
         monkeypatch.setattr(steps, "make_train_step", make)
-        keys = {"data__path": corpus, "run__num_steps": 200} | keys
-        return tiny_runs.train(tmp_path / "run", **keys)
+        return tiny_runs.train(tmp_path / "run", **{"run__num_steps": 200} | keys)
 
     return call
 
@@ -61,32 +62,18 @@ def last_step(workdir):
     return numbers[-1]
 
 
-def raising(error):
-    def call():
-        raise error
-
-    return call
+def signalled(number):
+    return lambda: os.kill(os.getpid(), number)
 
 
-def raising_always(error):
-    return lambda *args: raising(error)()
-
-
-def bad(**figures):
-    return lambda: (
-        {"skipped": jnp.float32(1.0)} | {name: jnp.float32(x) for name, x in figures.items()}
-    )
+SKIPPED = {"skipped": jnp.float32(1.0)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_by_a_signal(run, tmp_path, number):
     if signal.getsignal(number) is signal.SIG_IGN:  # nohup's, which a run leaves as it is
         signal.signal(number, signal.SIG_DFL)
-    asked = []
-    assert (
-        run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number)))
-        == cli.PREEMPTED
-    )
+    assert run(7, signalled(number)) == cli.PREEMPTED
     assert last_step(tmp_path / "run") == source.SealedSource(tmp_path / "run").step == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
@@ -130,25 +117,29 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch):
     )
     # Started again it goes on from the newest; a sound step makes those in between go, and no
     # others.
-    assert run(16, dict, reached=16, run__num_steps=18) == cli.DONE
+    assert run(run__num_steps=18) == cli.DONE
     assert folders.steps_in(workdir / "checkpoints") == [8, 18]
 
 
 def test_a_run_without_any_update_is_not_done(run, tmp_path, capsys):
     """Fewer than UNHEALTHY_AFTER; and its code is the same when it is asked again."""
+    bad = SKIPPED | {"grad_norm": jnp.float32(np.nan)}
     for _ in range(2):
-        assert run(1, bad(grad_norm=float("nan")), run__num_steps=4) == cli.UNHEALTHY
+        assert run(1, lambda: bad, run__num_steps=4) == cli.UNHEALTHY
         assert "error: the last 4 updates were skipped, not finite, or" in capsys.readouterr().out
 
 
 def test_updates_without_effect_count_over_a_start(run, tmp_path, capsys):
     """One of a finite gradient may be a spike's: it is said, and the run is done."""
-    assert run(3, bad(), run__num_steps=4, schedule__decay_fraction=0.0) == cli.DONE
-    assert "Without effect: the last 2 updates were skipped" in capsys.readouterr().out
-    assert run(1, bad(), reached=4, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
-    assert "the last 3 updates were skipped" in capsys.readouterr().out
-    assert run(99, None, reached=5, run__num_steps=6, schedule__decay_fraction=0.0) == cli.DONE
-    assert "Without effect" not in capsys.readouterr().out
+    for at, num_steps, said in (
+        (3, 4, "Without effect: the last 2 updates were skipped"),
+        (5, 5, "Without effect: the last 3 updates were skipped"),
+        (99, 6, ""),
+    ):
+        keys = {"run__num_steps": num_steps, "schedule__decay_fraction": 0.0}
+        assert run(at, lambda: SKIPPED, **keys) == cli.DONE
+        out = capsys.readouterr().out
+        assert said in out and ("Without effect" in out) == bool(said)
 
 
 @pytest.mark.parametrize("lost", ["all", "held out"])
@@ -162,7 +153,7 @@ def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
         return put(mesh, batch, *args, **kwargs)
 
     monkeypatch.setattr(steps, "put_batch", without_targets)
-    code = run(99, None, run__num_steps=2, eval__every=1)
+    code = run(run__num_steps=2, eval__every=1)
     assert code == (cli.UNHEALTHY if lost == "all" else cli.DONE)
     found = tiny_runs.lines(tmp_path / "run")
     assert len(found) == 2 and not any("eval/loss" in line for line in found)
@@ -174,30 +165,26 @@ def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
 
 
 def command(folder, num_steps):
-    corpus = tiny_runs.write_corpus(folder / "corpus")
-    keys = tiny_runs.SMALL | {"run.num_steps": num_steps, "data.path": corpus}
+    keys = tiny_runs.SMALL | {"run.num_steps": num_steps}
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     return [sys.executable, "-m", "experiments.pretrain", f"--workdir={folder / 'run'}", *options]
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
-    program, environ = (
-        command(tmp_path, 1_000_000),
-        os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)},
-    )
     # The first is seen after the step that it comes in; this one never ends.
     hang = (
         "import time, runpy, sys; from zaya_jax.cluster import multihost as m;"
         "m.StopSignal.after = lambda self, step: step > 5 and time.sleep(1000);"
         "sys.argv = sys.argv[1:]; runpy.run_module('experiments.pretrain', run_name='__main__')"
     )
+    python, _, *program = command(tmp_path, 1_000_000)
     process = subprocess.Popen(
-        [program[0], "-c", hang, "experiments.pretrain", *program[3:]],
+        [python, "-c", hang, *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environ,
+        env=os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)},
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -220,42 +207,28 @@ def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
     done = subprocess.run(full, env=environ, timeout=120, capture_output=True, text=True)
     assert done.returncode == cli.STORAGE and done.stderr.startswith("error: File too large"), done
     assert done.stderr.count("\n") == 1
-    keys = {"data__path": str(tmp_path / "corpus"), "run__num_steps": 3}
-    assert (
-        tiny_runs.train(tmp_path / "run", **keys) == cli.DONE and last_step(tmp_path / "run") == 3
-    )
+    assert tiny_runs.train(tmp_path / "run", run__num_steps=3) == cli.DONE
+    assert last_step(tmp_path / "run") == 3
 
 
 def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, capsys):
     """The step has none, which is said; later ones have the figures of a run without a stop."""
-    asked, evaluated, made = [], [], steps.make_eval_step
-
-    def make(*args):
-        program = made(*args)
-        return lambda *a: evaluated.append(len(asked)) or program(*a)
-
-    monkeypatch.setattr(steps, "make_eval_step", make)
-    stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
-    assert run(4, stop, eval__every=4, run__num_steps=6) == cli.PREEMPTED
-    assert evaluated == []
+    keys = {"eval__every": 4, "run__num_steps": 6}
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "make_eval_step", raising(AssertionError("it evaluates")))
+        assert run(4, signalled(signal.SIGTERM), **keys) == cli.PREEMPTED
     assert "after step 4; saved, without its evaluation." in capsys.readouterr().out
-    assert run(99, None, reached=4, eval__every=4, run__num_steps=6) == cli.DONE
-    stopped = figures_of(tmp_path / "run")
+    assert run(**keys) == cli.DONE
+    stopped = tiny_runs.by_step(tmp_path / "run", "eval/loss")
     shutil.rmtree(tmp_path / "run")
-    assert run(99, None, eval__every=4, run__num_steps=6) == cli.DONE
-    whole = figures_of(tmp_path / "run")
+    assert run(**keys) == cli.DONE
+    whole = tiny_runs.by_step(tmp_path / "run", "eval/loss")
     assert stopped == {6: whole[6]} and set(whole) == {4, 6}
 
 
-def figures_of(workdir):
-    """Held-out losses by step."""
-    lines = tiny_runs.lines(workdir)
-    return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
-
-
 def test_a_sample_that_fails_costs_a_finished_run_nothing(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_lib, "write_sample", raising_always(RuntimeError("no room for it")))
-    assert run(99, None, run__num_steps=2) == cli.DONE
+    monkeypatch.setattr(run_lib, "write_sample", raising(RuntimeError("no room for it")))
+    assert run(run__num_steps=2) == cli.DONE
     assert "warning: no sample (no room for it)" in capsys.readouterr().out
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -263,26 +236,18 @@ def test_a_sample_that_fails_costs_a_finished_run_nothing(run, tmp_path, monkeyp
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):
     keys = {"run__num_steps": 4, "checkpoint__durable": str(tmp_path / "safe")}
     with monkeypatch.context() as patch:
-        patch.setattr(
-            vault_lib.Vault, "complete", raising_always(config.StorageError("no room there"))
-        )
-        ends = types.SimpleNamespace(every=2, after_step=raising_always(EndRun("enough")))
-        assert run(99, None, observers=[ends], **keys) == cli.STORAGE
+        patch.setattr(vault_lib.Vault, "complete", raising(config.StorageError("no room there")))
+        ends = types.SimpleNamespace(every=2, after_step=raising(EndRun("enough")))
+        assert run(observers=[ends], **keys) == cli.STORAGE
         assert "enough: ends after step 2; saved" in capsys.readouterr().out
         for folder in ("run", "safe"):
             shutil.rmtree(tmp_path / folder)
         for _ in range(2):  # the second time it is complete but for that
-            assert run(99, None, **keys) == cli.STORAGE
+            assert run(**keys) == cli.STORAGE
             out = capsys.readouterr().out
-            assert (
-                "its copy is NOT: no room there" in out
-                and "safe has no complete copy of step 4 (no room" in out
-            )
-    assert (
-        vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
-    )
-    assert run(99, None, **keys) == cli.DONE
-    assert (
-        vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
-        and "no complete copy" not in capsys.readouterr().out
-    )
+            assert "its copy is NOT: no room there" in out
+            assert "safe has no complete copy of step 4 (no room" in out
+    safe = vault_lib.Vault(str(tmp_path / "safe"))
+    assert safe.steps() == [] and last_step(tmp_path / "run") == 4
+    assert run(**keys) == cli.DONE
+    assert safe.steps() == [4] and "no complete copy" not in capsys.readouterr().out

@@ -5,22 +5,20 @@ The loop of tasks is tested with a stand-in for the harness, which asks the mode
 with lm-eval installed one test runs a task of its own."""
 
 import json
-import os
 import shutil
 import signal
 import types
-from pathlib import Path
 
 import jax
+import multiprocess_runs
 import pytest
 import tiny_runs
 from refusals import check_refused
-from test_ends import run
+from test_ends import run, signalled
 
 import zaya_jax as zj
-from experiments.configs import tiny
 from experiments.evaluate import __main__ as evaluate
-from zaya_jax import cli, config
+from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.during_training import StateModel, TaskScores
@@ -31,7 +29,7 @@ from zaya_jax.training import state as states
 from zaya_jax.training.pace import Pace
 
 __all__ = ["run"]
-ROOT = Path(__file__).resolve().parent.parent.parent
+TASKS = str(multiprocess_runs.ROOT / "tests" / "evaluate" / "tasks")
 ROWS = [TokenRow([256, *b"def f(x):"]), TokenRow([256, *b"import json, os"], 8)]
 KEYS = dict(
     eval__tasks=("mine",), eval__tasks_every=4, run__num_steps=6, model__max_position_embeddings=64
@@ -62,13 +60,11 @@ def asked(monkeypatch):
 
 
 def scores(workdir):
-    """{step: a task's score}."""
-    lines = tiny_runs.lines(workdir)
-    return {line["step"]: line["eval/mine/sum"] for line in lines if "eval/mine/sum" in line}
+    return tiny_runs.by_step(workdir, "eval/mine/sum")
 
 
 def test_scores_are_of_the_state_and_change_no_bit(run, asked, tmp_path, caplog):
-    assert run(99, None, **KEYS) == cli.DONE
+    assert run(**KEYS) == cli.DONE
     found = scores(tmp_path / "run")
     assert list(found) == [4, 6] and asked.sources == ["step 4", "step 6"]
     for step, score in found.items():
@@ -78,25 +74,24 @@ def test_scores_are_of_the_state_and_change_no_bit(run, asked, tmp_path, caplog)
     assert "Task mine, sum" in (tmp_path / "run" / "report.html").read_text()
 
     shutil.move(tmp_path / "run", tmp_path / "with")
-    assert run(99, None, **KEYS | {"eval__tasks": ()}) == cli.DONE
+    assert run(**KEYS | {"eval__tasks": ()}) == cli.DONE
     assert scores(tmp_path / "run") == {} and len(asked.sources) == 2
     tiny_runs.same_run(tmp_path / "run", tmp_path / "with")
 
 
 def test_a_signal_while_tasks_are_scored_stops_after_the_next_step(run, asked, tmp_path):
-    asked.then = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    assert run(99, None, **KEYS) == cli.PREEMPTED
+    asked.then = signalled(signal.SIGTERM)
+    assert run(**KEYS) == cli.PREEMPTED
     assert tiny_runs.lines(tmp_path / "run")[-1]["step"] == 5
     asked.then = lambda: None
-    assert run(99, None, reached=5, **KEYS) == cli.DONE
+    assert run(**KEYS) == cli.DONE
     assert asked.sources == ["step 4", "step 6"] and list(scores(tmp_path / "run")) == [4, 6]
 
 
 def test_a_mesh_gives_the_scores_of_one_device():
     """The mesh has bfloat16 copies of the experts, in parts."""
-    settings = tiny_runs.settings(
-        mesh__expert=2, mesh__context=2, mesh__fsdp=True, precision__compute="bfloat16"
-    )
+    mesh = dict(mesh__expert=2, mesh__context=2, mesh__fsdp=True)
+    settings = tiny_runs.settings(**mesh, precision__compute="bfloat16")
     setup = states.set_up(settings, make_mesh(settings.mesh, tiny_runs.ALL_DEVICES, "mesh"))
     state, now = states.init(settings, setup), types.SimpleNamespace(number=0, phase_index=0)
     layers = state["params"]["layers"]
@@ -112,10 +107,10 @@ def test_a_mesh_gives_the_scores_of_one_device():
 
 
 def test_low_rank_updates_are_added_to_the_weights_and_step_0_is_scored(run, asked, tmp_path):
-    assert run(99, None, **KEYS | {"run__num_steps": 2}) == cli.DONE
+    assert run(**KEYS | {"run__num_steps": 2}) == cli.DONE
     base = shutil.move(tmp_path / "run", tmp_path / "base")
     keys = KEYS | dict(run__init_from=str(base), run__lora=4, optim__lr=0.1)
-    assert run(99, None, **keys) == cli.DONE
+    assert run(**keys) == cli.DONE
     found = scores(tmp_path / "run")
     assert list(found) == [0, 4, 6] and asked.sources[1:] == ["step 0", "step 4", "step 6"]
     for place, step in ((base, 0), (tmp_path / "run", 6)):
@@ -134,11 +129,7 @@ def test_tasks_that_cannot_be_run_are_refused_before_anything_is_written(
         pytest.importorskip("lm_eval")
     else:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    settings = tiny_runs.settings(
-        data__path=str(tiny_runs.write_corpus(tmp_path / "corpus")),
-        eval__tasks=("zaya_choise",),
-        eval__tasks_path=str(ROOT / "tests" / "evaluate" / "tasks"),
-    )
+    settings = tiny_runs.settings(eval__tasks=("zaya_choise",), eval__tasks_path=TASKS)
     check_refused(rf"config\.eval\.tasks.*{message}", train, settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -157,16 +148,16 @@ def test_what_the_loop_cannot_score_is_refused(asked, monkeypatch, base, process
 
 def test_lm_eval_s_scores_are_those_of_the_program(run, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(multiprocess_runs.ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    place, tasks = str(ROOT / "tests" / "evaluate" / "tasks"), ("zaya_choice", "zaya_go_on")
-    keys = KEYS | dict(eval__tasks=tasks, eval__tasks_path=place, eval__tasks_limit=3)
-    assert run(99, None, **keys) == cli.DONE
+    tasks = ("zaya_choice", "zaya_go_on")
+    keys = KEYS | dict(eval__tasks=tasks, eval__tasks_path=TASKS, eval__tasks_limit=3)
+    assert run(**keys) == cli.DONE
     lines = {line["step"]: line for line in tiny_runs.lines(tmp_path / "run")}
     for step in (4, 6):
         found = {name: x for name, x in lines[step].items() if name.count("/") > 1}
         model = zj.load(f"{tmp_path / 'run'}@{step}")
-        again = harness.figures(harness.run(model, tasks, include_path=place, limit=3))
+        again = harness.figures(harness.run(model, tasks, include_path=TASKS, limit=3))
         assert found == {
             f"eval/{task}/{name}": pytest.approx(value)
             for task, table in again.items()
@@ -213,11 +204,9 @@ def named_losses(workdir):
 def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
     run, called, keys, tmp_path, monkeypatch, capsys
 ):
-    asked = []
-    stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
-    assert run(4, stop, **keys) == cli.PREEMPTED
+    assert run(4, signalled(signal.SIGTERM), **keys) == cli.PREEMPTED
     assert named_losses(tmp_path / "run") == {}
-    assert run(99, None, reached=4, **keys) == cli.DONE
+    assert run(**keys) == cli.DONE
     found = named_losses(tmp_path / "run")
     assert list(found) == [6]  # the stop left the evaluation of step 4 out
     assert all(list(names) == ["eval/loss", "eval/one", "eval/two"] for names in found.values())
@@ -236,17 +225,15 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(
             "data"
         ].values()
         assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
-    changed = tmp_path / "trained" / "7.txt"
-    before = changed.read_text()
-    changed.write_text("other text than the run has seen")
-    code, _, err = called(evaluate, f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
-    assert code == cli.BAD_INPUT and "was trained on other data than its sources now have" in err
-    changed.write_text(before)
 
-    shutil.rmtree(tmp_path / "run")
-    assert run(99, None, **keys) == cli.DONE
+    run_that_stopped = shutil.move(tmp_path / "run", tmp_path / "stopped")
+    assert run(**keys) == cli.DONE
     never_stopped = named_losses(tmp_path / "run")
     assert list(never_stopped) == [4, 6] and never_stopped[6] == found[6]
+
+    (tmp_path / "trained" / "7.txt").write_text("other text than the run has seen")
+    code, _, err = called(evaluate, f"--model={run_that_stopped}", f"--out={tmp_path / 'out'}")
+    assert code == cli.BAD_INPUT and "was trained on other data than its sources now have" in err
 
 
 @pytest.mark.parametrize(
@@ -271,10 +258,7 @@ def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "hard.txt").hardlink_to(tmp_path / "trained" / "4.txt")
     (tmp_path / "links" / "soft.txt").symlink_to(tmp_path / "trained" / "5.txt")
-    settings = tiny.get_config()
-    settings.update_from_flattened_dict(
-        {"data.path": keys["data__path"], "data.tokenizer": "bytes"}
-    )
-    settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
-    check_refused(message, lambda: train(config.check(settings), tmp_path / "run"))
+    named = (f"first={tmp_path}/two", given.format(tmp_path))
+    settings = tiny_runs.settings(**keys | {"eval__named": named})
+    check_refused(message, train, settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()

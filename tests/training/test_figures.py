@@ -3,19 +3,16 @@ profile of its steps, and what its report reads of it; its observers, which may 
 trackers, by stand-ins for their packages and the packages themselves where they are installed."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-import types
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_runs
-from refusals import check_error, check_refused
+from refusals import check_error, check_refused, raising
 from tensorboardX import event_file_writer
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -53,28 +50,19 @@ def cut(path, content, step):
 def test_it_is_cut_after_the_restored_step(tmp_path):
     path, good = tmp_path / "metrics.jsonl", [line(i, i) for i in range(1, 10)]
     whole = b"".join(good)
-    for step in range(12):
-        assert cut(path, whole, step) == b"".join(good[:step])
-        assert cut(path, whole + b'{"step": 10, "lo', step) == b"".join(good[:step])
-        assert cut(path, whole + b"\0" * 500, step) == b"".join(good[:step])
-        assert cut(path, whole + b"\0" * 50 + b"\n\0\n" + line(10)[5:], step) == b"".join(
-            good[:step]
-        )
-    assert (
-        cut(path, b"", 3) == b""
-        and cut(path, b"no line", 3) == b""
-        and cut(path, b"\n\n[1]\n7\n", 3) == b""
-    )
+    for end in (b"", b'{"step": 10, "lo', b"\0" * 500, b"\0" * 50 + b"\n\0\n" + line(10)[5:]):
+        for step in range(12):
+            assert cut(path, whole + end, step) == b"".join(good[:step])
+    for no_lines in (b"", b"no line", b"\n\n[1]\n7\n"):
+        assert cut(path, no_lines, 3) == b""
 
 
 def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + line(3)[:9])
     writer = figures.Writer(tmp_path, 1)
-    assert (
-        f"its last {len(line(2)) + 9} bytes, from after step 1, are dropped"
-        in capsys.readouterr().out
-    )
+    dropped = f"its last {len(line(2)) + 9} bytes, from after step 1, are dropped"
+    assert dropped in capsys.readouterr().out
     writer.write(2, {"loss": 2.0})
     writer.close()
     assert path.read_bytes() == line(1) + b'{"step": 2, "loss": 2.0}\n'
@@ -100,8 +88,7 @@ def test_a_line_counts_the_damage_that_other_processes_read():
 
 def test_a_run_says_each_place_that_it_comes_to(reports, tmp_path, capsys):
     keys = {"eval__every": 2, "checkpoint__every_steps": 3, "run__num_steps": 6}
-    corpus = tiny_runs.write_corpus(tmp_path / "text")
-    assert tiny_runs.train(tmp_path / "run", data__path=corpus, **keys) == cli.DONE
+    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
     etas = dict(re.findall(r"step +(\d)/6 .* eta (\S+)", capsys.readouterr().out))
     assert etas["1"] == "?" and etas["6"] == "0s" and len(etas) == 6
     places, laps = reports
@@ -150,10 +137,8 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting(reports, monkeypatch
 
 
 def test_a_profile_has_the_steps_and_scopes_that_were_asked_for(tmp_path, capsys):
-    tiny_runs.write_corpus(tmp_path / "text")
     # the end comes first
-    keys = {"data__path": str(tmp_path / "text"), "run__num_steps": 3, "log__profile": "2:9"}
-    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
+    assert tiny_runs.train(tmp_path / "run", run__num_steps=3, log__profile="2:9") == cli.DONE
     (trace,) = (tmp_path / "run" / "plugins" / "profile").glob("*/*.xplane.pb")
     found = trace.read_bytes()
     assert b"/experts/" in found and b"/optimizer/" in found and b"step_num" in found
@@ -162,64 +147,34 @@ def test_a_profile_has_the_steps_and_scopes_that_were_asked_for(tmp_path, capsys
 
 @pytest.mark.parametrize("wrong", ["0", "5:0", "first", "3:", "-1", "1:2:3"])
 def test_a_wrong_wish_is_refused(wrong):
-    check_refused(
-        r"config\.log\.profile=.* is not STEP or STEP:STEPS", tiny_runs.settings, log__profile=wrong
-    )
+    says = r"config\.log\.profile=.* is not STEP or STEP:STEPS"
+    check_refused(says, tiny_runs.settings, log__profile=wrong)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A small folder of text, so that a run starts at once."""
-    return tiny_runs.write_corpus(tmp_path_factory.mktemp("corpus"), 60)
+def run(workdir, **keys):
+    """A start that evaluates and saves at every second step."""
+    often = {"eval__every": 2, "eval__windows": 4, "checkpoint__every_steps": 2}
+    return tiny_runs.train(workdir, **often, **keys)
 
 
-@pytest.fixture
-def run(corpus):
-    """Runs the program in this process, on as many devices as mesh.data says."""
-
-    def call(workdir, **keys):
-        keys = {
-            "data__path": corpus,
-            "eval__every": 2,
-            "eval__windows": 4,
-            "checkpoint__every_steps": 2,
-        } | keys
-        return tiny_runs.train(workdir, keys.get("mesh__data", 1), **keys)
-
-    return call
-
-
-def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
-    assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
-    # as a run killed after step 4, before its checkpoint, leaves it
-    with (halves / "metrics.jsonl").open("a") as f:
-        f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
-    assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
-    tiny_runs.same_state(whole, halves)
-    a, b = tiny_runs.lines(whole), tiny_runs.lines(halves)
-    assert [x["step"] for x in b] == [1, 2, 3, 4, 5]
-    assert [x["loss"] for x in a] == [x["loss"] for x in b]
-    assert a[-1]["eval/loss"] == b[-1]["eval/loss"]
-    of_metrics = (
-        Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text(encoding="utf-8")
-    )
-    listed = set(re.findall(r"^\| `([^`]+)` \|", of_metrics, re.M))
-    written = {
-        name.partition("/")[0] if "_norm/" in name else name for line in a + b for name in line
-    }
+def test_a_complete_run_has_the_figures_of_the_page_and_is_not_trained_again(tmp_path, capsys):
+    workdir = tmp_path / "run"
+    assert run(workdir, run__num_steps=3) == cli.DONE
+    lines = tiny_runs.lines(workdir)
+    page = Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([^`]+)` \|", page, re.M))
+    names = {name for line in lines for name in line}
+    written = {name.partition("/")[0] if "_norm/" in name else name for name in names}
     assert written <= listed, f"not in docs/metrics.md: {written - listed}"
     assert {"eval/loss", "load", "data/wait_fraction"} <= written
     capsys.readouterr()
-    assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
-    assert "is complete" in capsys.readouterr().out
-    assert len(tiny_runs.lines(halves)) == 5
-    assert (halves / "report.html").stat().st_size > 1000
-    assert list(halves.glob("events.out.*"))
+    assert run(workdir, run__num_steps=3) == cli.DONE
+    assert "is complete" in capsys.readouterr().out and tiny_runs.lines(workdir) == lines
+    assert (workdir / "report.html").stat().st_size > 1000
+    assert list(workdir.glob("events.out.*"))
 
 
-def test_the_report_draws_the_figures_that_a_run_writes(run, tmp_path, monkeypatch):
+def test_the_report_draws_the_figures_that_a_run_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "peak_flops", lambda *_: 1e12)  # a CPU's is not known, so no MFU
     assert run(tmp_path / "run", run__num_steps=12, log__every=1) == cli.DONE
     found = read.read_workdir(tmp_path / "run")
@@ -232,10 +187,10 @@ def test_the_report_draws_the_figures_that_a_run_writes(run, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_dense_model_trains_and_samples_but_has_no_form_in_the_port(run, tmp_path):
+def test_a_dense_model_trains_and_samples_but_has_no_form_in_the_port(tmp_path):
     """tests/parallel has its numbers on meshes."""
     dense = {"model__model_type": "dense", "model__num_experts": 1, "model__intermediate_size": 32}
-    dense["log__sample_tokens"] = 2
+    dense |= {"log__sample_tokens": 2}
     assert run(tmp_path / "run", run__num_steps=2, **dense) == cli.DONE
     record = tiny_runs.lines(tmp_path / "run")[0]
     assert "load_entropy" not in record and record["grad_norm/mlp"] > 0
@@ -255,10 +210,10 @@ class Norm:
     every = 2
 
     def __init__(self, last=None):
-        self.last, self.seen = last, []
+        self.last, self.seen = last, {}
 
     def after_step(self, number, state, figures):
-        self.seen.append((number, figures["loss"]))
+        self.seen[number] = figures["loss"]
         if number == self.last:
             raise zj.EndRun("the embedding is large enough")
         rows = jnp.linalg.norm(state["params"]["embed"]["embedding"], axis=1)
@@ -272,53 +227,39 @@ def end_without_a_reason(*_):
 
 def once(number, done):
     """An observer that is called after this step alone."""
-    return types.SimpleNamespace(every=number, after_step=done)
+    return SimpleNamespace(every=number, after_step=done)
 
 
-def train(corpus, workdir, *observers, num_steps=8):
-    return tiny_runs.train(
-        workdir, observers=observers, data__path=corpus, run__num_steps=num_steps
-    )
+def train(workdir, *observers):
+    return tiny_runs.train(workdir, observers=observers, run__num_steps=8)
 
 
-def test_observers_see_their_steps_and_change_no_bit(corpus, tmp_path, caplog):
+def test_observers_see_their_steps_and_change_no_bit(tmp_path, caplog):
     norm = Norm()
-    assert train(corpus, tmp_path / "seen", norm) == cli.DONE
-    lines = {line["step"]: line for line in tiny_runs.lines(tmp_path / "seen")}
-    assert [number for number, _ in norm.seen] == [2, 4, 6, 8]
-    assert all(lines[number]["loss"] == loss for number, loss in norm.seen)
-    assert {step for step, line in lines.items() if "embedding" in line} == {2, 4, 6, 8}
-    assert lines[2]["embedding"] != lines[4]["embedding"] and len(lines[2]["rows"]) > 8
+    assert train(tmp_path / "seen", norm) == cli.DONE
+    losses, embedding, rows = (
+        tiny_runs.by_step(tmp_path / "seen", figure) for figure in ("loss", "embedding", "rows")
+    )
+    assert norm.seen == {number: losses[number] for number in (2, 4, 6, 8)}
+    assert list(embedding) == [2, 4, 6, 8] and embedding[2] != embedding[4] and len(rows[2]) > 8
 
     # One that ends the run saves there, and what follows is the run that was never ended. It is
     # over even if a signal comes before, after which the same command would go on.
-    assert (
-        train(
-            corpus,
-            tmp_path / "ended",
-            once(5, lambda *_: os.kill(os.getpid(), signal.SIGHUP)),
-            Norm(last=6),
-        )
-        == cli.DONE
-    )
+    signalled = once(5, lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    ended = tmp_path / "ended"
+    assert train(ended, signalled, Norm(last=6)) == cli.DONE
     assert "the embedding is large enough: ends after step 6; saved" in caplog.text
-    assert (tmp_path / "ended" / "checkpoints" / "6").is_dir()
-    assert (tmp_path / "ended" / "report.html").exists()
-    shutil.copytree(tmp_path / "ended", tmp_path / "on")
-    assert train(corpus, tmp_path / "on", once(7, end_without_a_reason)) == cli.DONE
+    assert (ended / "checkpoints" / "6").is_dir() and (ended / "report.html").exists()
+    assert train(ended, once(7, end_without_a_reason)) == cli.DONE
     assert "no reason given: ends after step 7; saved" in caplog.text
     # After the last step the run has its usual end.
-    assert train(corpus, tmp_path / "on", Norm(last=8)) == cli.DONE
+    assert train(ended, Norm(last=8)) == cli.DONE
     assert "ends after step 8" not in caplog.text
-    tiny_runs.same_state(tmp_path / "seen", tmp_path / "on")
+    tiny_runs.same_state(tmp_path / "seen", ended)
 
 
-def test_an_observer_that_fails_ends_the_run_with_its_error(corpus, tmp_path):
-    class Broken(Norm):
-        def after_step(self, number, state, figures):
-            raise RuntimeError("mine")
-
-    check_error(RuntimeError, "mine", lambda: train(corpus, tmp_path / "broken", Broken()))
+def test_an_observer_that_fails_ends_the_run_with_its_error(tmp_path):
+    check_error(ZeroDivisionError, "", train, tmp_path / "broken", once(2, lambda *_: 1 / 0))
     assert [line["step"] for line in tiny_runs.lines(tmp_path / "broken")][-1] == 2
 
 
@@ -369,17 +310,15 @@ def test_tensorboard_drops_the_steps_that_come_again(reached, dropped_from, tmp_
 
 def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)  # as where it is not installed
-    tiny_runs.write_corpus(tmp_path / "text")
-    own, keys = [], {"data__path": str(tmp_path / "text"), "log__trackers": ("wandb", "trackio")}
+    own = []
 
     def fails_at_3(step, figures):
         own.append((step, figures["loss"]))
         assert step < 3, "no disk"
 
-    train = functools.partial(tiny_runs.run_lib.train, tracker=fails_at_3)
-    monkeypatch.setattr(tiny_runs.run_lib, "train", train)
-    assert tiny_runs.train(tmp_path / "run", run__num_steps=4, **keys) == cli.DONE
-    assert tiny_runs.train(tmp_path / "run", run__num_steps=6, **keys) == cli.DONE
+    for num_steps in (4, 6):
+        keys = {"log__trackers": ("wandb", "trackio"), "run__num_steps": num_steps}
+        assert tiny_runs.train(tmp_path / "run", tracker=fails_at_3, **keys) == cli.DONE
     written = tiny_runs.lines(tmp_path / "run")
     logged = [figures for what, figures, *_ in wandb if what == "log"]
     assert [(x["step"], x["loss"]) for x in logged] == [(x["step"], x["loss"]) for x in written]
@@ -388,13 +327,11 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(wandb, tmp_path, ca
     first, again = (x for x in wandb if x[0] == "init")
     assert first == again == ("init", first[1], "allow", 16)
     assert wandb[5] == wandb[-1] == ("end", cli.DONE)
-    assert own == [(x["step"], x["loss"]) for x in written[:3]] + [(5, written[4]["loss"])]
+    assert own == [(written[i]["step"], written[i]["loss"]) for i in (0, 1, 2, 4)]
     said = capsys.readouterr().out
-    assert (
-        said.count("warning: the tracker function failed") == 2
-        and "AssertionError: no disk" in said
-    )
-    assert said.count("warning: the tracker trackio failed") == 2
+    for name in ("function", "trackio"):
+        assert said.count(f"warning: the tracker {name} failed") == 2
+    assert "AssertionError: no disk" in said
 
 
 def opened(folder, *names, function=None):
@@ -449,8 +386,6 @@ def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
         "WANDB_MODE": "offline",
         "MLFLOW_TRACKING_URI": f"file:{tmp_path}/ml",
         "MLFLOW_ALLOW_FILE_STORE": "true",
-    }
-    offline |= {
         "TRACKIO_DIR": str(tmp_path / "tr"),
         "HOME": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -461,28 +396,14 @@ def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
     assert b"warning: the tracker" not in done.stdout and not done.returncode, done
     if name == "wandb":
-        assert (
-            len(
-                list(
-                    tmp_path.glob(
-                        f"run/wandb/offline-run-*-{(tmp_path / 'run/tracker.id').read_text()}"
-                    )
-                )
-            )
-            == 2
-        )
+        runs = f"run/wandb/offline-run-*-{(tmp_path / 'run/tracker.id').read_text()}"
+        assert len([*tmp_path.glob(runs)]) == 2
     elif name == "trackio":
         with sqlite3.connect(tmp_path / "tr" / "zaya_jax.db") as base:
-            found = base.execute(
-                "select run_name, step, metrics from metrics order by id"
-            ).fetchall()
-        assert len({run for run, *_ in found}) == 1 and [step for _, step, _ in found] == [
-            1,
-            2,
-            2,
-            3,
-        ]
-        assert all(json.loads(figures)["loss"] == step for _, step, figures in found)
+            query = "select run_name, step, metrics from metrics order by id"
+            names, steps, figures = zip(*base.execute(query).fetchall(), strict=True)
+        assert len({*names}) == 1 and steps == (1, 2, 2, 3)
+        assert [json.loads(line)["loss"] for line in figures] == [1, 2, 2, 3]
     else:
         client = package.MlflowClient()
         (run,) = client.search_runs([client.get_experiment_by_name("zaya_jax").experiment_id])
@@ -494,15 +415,13 @@ def test_the_packages_themselves_have_the_run_once(name, tmp_path, monkeypatch):
     "ignore::pytest.PytestUnhandledThreadExceptionWarning", "ignore::ResourceWarning"
 )
 def test_a_full_disk_ends_tensorboard_and_blocks_nothing(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     def write():
         for step in range(1000):
             log(step, FIGURES)
             time.sleep(0.01)
 
     log, end = trackers._tensorboard(tmp_path, 0)
+    full = raising(OSError(28, "No space left on device"))
     monkeypatch.setattr(event_file_writer.EventsWriter, "write_event", full)
     check_error(OSError, "its thread has ended", write)
     end(0)

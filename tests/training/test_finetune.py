@@ -1,6 +1,7 @@
 """Fine-tuning: a run's weights learn to answer as chats do, and only that; others are refused in
 one line."""
 
+import dataclasses
 import json
 import re
 
@@ -20,32 +21,32 @@ from zaya_jax.text.shard_format import SPLITS
 from zaya_jax.training.workdir import read_config
 
 SMALL = {
-    "model.hidden_size": 32,
-    "model.num_hidden_layers": 1,
-    "model.head_dim": 8,
-    "model.moe_intermediate_size": 32,
-    "model.num_experts": 4,
-    "model.router_hidden_size": 8,
-    "model.max_position_embeddings": 128,
-    "data.seq_len": 64,
-    "data.global_batch": 8,
-    "eval.windows": 8,
-    "log.sample_tokens": 0,
-    "run.num_steps": 1,
-    "mesh.data": 1,
-    "optim.name": "adamw",
-    "balance.lr": 1e-3,  # as below: one program for both
+    "model__hidden_size": 32,
+    "model__num_hidden_layers": 1,
+    "model__head_dim": 8,
+    "model__moe_intermediate_size": 32,
+    "model__num_experts": 4,
+    "model__router_hidden_size": 8,
+    "model__max_position_embeddings": 128,
+    "data__seq_len": 64,
+    "data__global_batch": 8,
+    "eval__windows": 8,
+    "log__sample_tokens": 0,
+    "run__num_steps": 1,
+    "mesh__data": 1,
+    "optim__name": "adamw",
+    "balance__lr": 1e-3,  # as below: one program for both
 }
 TUNED = {
-    "data.global_batch": 8,
-    "run.num_steps": 16,
-    "eval.every": 16,
-    "eval.windows": 8,
-    "log.sample_tokens": 0,
-    "optim.lr": 0.02,
-    "mesh.data": 1,
-    "checkpoint.every_steps": 8,
-    "balance.lr": 1e-3,
+    "data__global_batch": 8,
+    "run__num_steps": 16,
+    "eval__every": 16,
+    "eval__windows": 8,
+    "log__sample_tokens": 0,
+    "optim__lr": 0.02,
+    "mesh__data": 1,
+    "checkpoint__every_steps": 8,
+    "balance__lr": 1e-3,
 }
 
 
@@ -62,23 +63,16 @@ def write(path, conversations):
 
 
 def settings(weights, path, **keys):
-    c = finetune.get_config(str(weights))
-    c.update_from_flattened_dict(
-        TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()}
-    )
-    return config.check(c)
+    keys = TUNED | {"data__path": path} | keys
+    return tiny_runs.changed(finetune.get_config(str(weights)), **keys)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A base that has taken one step, 80 chats, and what fine-tuning made of both."""
     root = tmp_path_factory.mktemp("finetune")
-    for i in range(20):
-        (root / "text").mkdir(exist_ok=True)
-        (root / "text" / f"{i}.txt").write_text(f"line {i}\n" * 20)
-    base = tiny.get_config()
-    base.update_from_flattened_dict(SMALL | {"data.path": str(root / "text")})
-    assert train(config.check(base), root / "base") == cli.DONE
+    base = tiny_runs.changed(tiny.get_config(), **SMALL, data__path=tiny_runs.CORPUS)
+    assert train(base, root / "base") == cli.DONE
     write(root / "chats.jsonl", [ask(i) for i in range(80)])
     assert train(settings(root / "base", str(root / "chats.jsonl")), root / "tuned") == cli.DONE
     return root
@@ -86,36 +80,22 @@ def folder(tmp_path_factory):
 
 def test_the_config_is_the_weights_own(folder):
     base, c = read_config(folder / "base"), settings(folder / "base", "x")
-    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (
-        base.precision,
-        64,
-        base.optim.weight_decay,
-    )
-    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {
-        **config.to_dict(base.model),
-        **dict.fromkeys(IDS),
-    }
-
-
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert (c.precision, c.data.seq_len) == (base.precision, 64)
+    assert c.optim.weight_decay == base.optim.weight_decay
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}  # the tokenizer's
+    assert dataclasses.replace(c.model, **ids) == base.model
 
 
 def test_held_out_answers_are_learnt(folder):
     log = (folder / "tuned" / "logs" / "process-00000.log").read_text()
     assert re.search("72 chats to learn and 8 held out, .* tokens .*, 80 kept, ", log)
-    before = float(
-        re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", log)[1]
-    )
-    lines = [
-        json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()
-    ]
+    found = re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", log)
+    before, lines = float(found[1]), tiny_runs.lines(folder / "tuned")
     # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what
     # answers share.
     assert before > 4 and lines[-1]["eval/loss"] < before / 2
-    assert (
-        lines[0] == {"step": 0, "eval/loss": pytest.approx(before, abs=1e-4)}
-        and lines[1]["step"] == 1
-    )
+    assert lines[0] == {"step": 0, "eval/loss": pytest.approx(before, abs=1e-4)}
+    assert lines[1]["step"] == 1
     assert "held-out at step 0: " in (folder / "tuned" / "report.html").read_text()
 
 
@@ -155,38 +135,20 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     assert len(held_out) == 30 and len(learnt) == 270 and not learnt & held_out
 
 
-def test_evaluation_keeps_chats_whole(folder):
-    c = settings(folder / "base", str(folder / "chats.jsonl"))
-    batches = windows.eval_batches(c, tokenizers.Bytes(), damaged=set())
-    assert batches
-    for batch in batches:
-        begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-        assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes().bos_id).all()
-
-
 def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
     """As JSON, all of it was predicted: 3.29 nats where the answers alone have 3.58."""
-    own, other = (
-        str(folder / "chats.jsonl"),
-        write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]),
-    )
+    asked = [ask(i) for i in range(100, 120)]
+    own, other = str(folder / "chats.jsonl"), write(tmp_path / "other.jsonl", asked)
     long = write(tmp_path / "long.jsonl", [ask(1, "x" * 90), ask(2)])
-    text = folder / "text"
-    places = (f"other={other}", f"own={own}", f"text={text}", f"long={long}")
+    places = (f"other={other}", f"own={own}", f"text={tiny_runs.CORPUS}", f"long={long}")
     c = settings(folder / "base", own, eval__named=places, eval__windows=9)
     tok = tokenizers.Bytes()
     named = windows.named_stores(c, tok)
     found = {name: store.block for name, store in named.items()}
-    documents = [
-        chat_template.Template(tok).encode_within(chat.parse_chat(ask(i)), None)[0]
-        for i in range(100, 120)
-    ]
-    assert (
-        found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
-    )
-    assert found["other"].learn.sum() == sum(
-        len(a["content"]) + 2 for _, a in map(ask, range(100, 120))
-    )
+    template = chat_template.Template(tok)
+    documents = [template.encode_within(chat.parse_chat(talk), None)[0].tokens for talk in asked]
+    np.testing.assert_array_equal(found["other"].tokens, np.concatenate(documents))
+    assert found["other"].learn.sum() == sum(len(answer["content"]) + 2 for _, answer in asked)
     held_out = stores.open_store(c, own, tok, "held_out").block
     assert found["own"].tokens.tolist() == held_out.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
@@ -225,14 +187,17 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     bare.mkdir()
     (bare / "tokenizer.json").write_text(re.sub(r"turn\|>", "x|>", tokenizers.Bytes().json()))
     prepared = tmp_path / "prepared"
-    prepare.prepare(Options([str(folder / "text")]), str(prepared), 1, lambda *_: None)
-    chats = str(folder / "chats.jsonl")
+    prepare.prepare(Options([tiny_runs.CORPUS]), str(prepared), 1, lambda *_: None)
+
+    def start(**keys):
+        train(settings(folder / "base", str(folder / "chats.jsonl"), **keys), tmp_path / "new")
+
     for keys, message in (
         (
             {"data__tokenizer": str(bare)},
             "has no tokens of chats: it needs one of <|turn|>, <start_of_turn>",
         ),
-        ({"data__path": str(folder / "text")}, "0.txt: a text and no chat, but config.data.chats"),
+        ({"data__path": tiny_runs.CORPUS}, "0.txt: a text and no chat, but config.data.chats"),
         ({"data__path": str(prepared)}, "prepared holds 0 chats and "),
         ({"data__packing": "concat"}, "would part answers from their questions"),
         (
@@ -240,11 +205,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
             "fits chats to one context",
         ),
     ):
-
-        def start(keys=keys):
-            train(settings(folder / "base", chats, **keys), tmp_path / "new")
-
-        assert message in refusal(start)
+        assert message in refusal(start, **keys)
     run = str(folder / "base")
     for weights, message in (
         ("", "needs the weights"),
@@ -256,7 +217,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
 def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
     first, second = (finetune.get_config(str(folder / name)) for name in ("base", "tuned"))
     assert first.optim.lr == pytest.approx(0.1 * read_config(folder / "base").optim.lr)
-    assert (second.optim.lr, second.balance.lr) == (TUNED["optim.lr"], TUNED["balance.lr"])
+    assert (second.optim.lr, second.balance.lr) == (TUNED["optim__lr"], TUNED["balance__lr"])
 
 
 @pytest.mark.slow
@@ -266,23 +227,18 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
     c = settings(folder / "base", str(folder / "chats.jsonl"), **more)
     assert train(c, tmp_path / "fork") == cli.DONE
     again = finetune.get_config(str(tmp_path / "fork"))
-    assert (again.optim.lr, again.balance.lr) == pytest.approx(
-        (TUNED["optim.lr"], TUNED["balance.lr"])
-    )
+    rates = (TUNED["optim__lr"], TUNED["balance__lr"])
+    assert (again.optim.lr, again.balance.lr) == pytest.approx(rates)
 
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
-    assert (made / "chat_template.jinja").read_text() == chat_template.make_template(
-        tokenizers.Bytes()
-    )
+    template = chat_template.make_template(tokenizers.Bytes())
+    assert (made / "chat_template.jinja").read_text() == template
     assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
+    special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     settings = json.loads((made / "tokenizer_config.json").read_text())
-    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == (
-        "<|bos|>",
-        "<|eos|>",
-        "<|pad|>",
-    )
+    assert special.items() <= settings.items()
     for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
         assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
     back = exchange.from_hf(made, tmp_path / "imported")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_models
 import tiny_runs
 from flax import nnx
 from refusals import check_refused, refusal
@@ -55,13 +56,12 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder of modules, a run on one of them, and its text."""
+    """A folder with a module, and a run with its layer and router."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_half.py").write_text(SOURCE)
-    tiny_runs.write_corpus(folder / "corpus")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        assert train(folder, folder / "run") == cli.DONE
+        assert train(folder / "run") == cli.DONE
         yield folder
         forget()
 
@@ -72,10 +72,9 @@ def forget():
     importlib.invalidate_caches()
 
 
-def train(folder, workdir, **keys):
+def train(workdir, **keys):
     """A start as the program makes it of a config."""
-    given = tiny_runs.settings(data__path=str(folder / "corpus"), **KEYS | keys)
-    return tiny_runs.start(as_named(given), workdir)
+    return tiny_runs.start(as_named(tiny_runs.settings(**KEYS | keys)), workdir)
 
 
 @pytest.fixture
@@ -88,35 +87,32 @@ def changed(place):
     forget()
 
 
-def test_a_run_trains_its_layer_and_records_names_and_hashes(place):
+def test_a_run_trains_its_layer_and_records_names_and_hashes(place, tmp_path):
     meta = read_meta(place / "run", 2)
-    assert (
-        meta["config"]["model"]["layer"] == LAYER and "layer_class" not in meta["config"]["model"]
-    )
+    model = meta["config"]["model"]
+    assert model["layer"] == LAYER and "layer_class" not in model
     name, mark = meta["own_parts"]["layer"].split()
     assert name == LAYER and len(mark) == 16
     model = zj.load(place / "run", layer=LAYER, router=ROUTER)
     share = np.asarray(model.params["layers"]["share"])
     assert share.shape == (2, 16) and (share != 1).any()
-    assert (
-        type(model.layer(0)).__name__ == "Half" and type(model.layer(0).router).__name__ == "Alone"
-    )
+    layer = model.layer(0)
+    assert [type(part).__name__ for part in (layer, layer.router)] == ["Half", "Alone"]
     ids = np.arange(20).reshape(2, 10)
-    saved = zj.load(model.save(place / "saved"), layer=LAYER, router=ROUTER)
+    saved = zj.load(model.save(tmp_path / "saved"), layer=LAYER, router=ROUTER)
     np.testing.assert_array_equal(saved.logits(ids), model.logits(ids))
-    shutil.rmtree(place / "saved")
-    without = refusal(train, place, place / "other", optim__rows=())
-    assert "config.optim.rows='layers/share=adamw'" in without and not (place / "other").exists()
+    without = refusal(train, tmp_path / "other", optim__rows=())
+    assert "config.optim.rows='layers/share=adamw'" in without and not (tmp_path / "other").exists()
 
 
-def test_nothing_is_imported_that_the_user_has_not_named(place, called):
+def test_nothing_is_imported_that_the_user_has_not_named(place, tmp_path, called):
     forget()
     line = refusal(zj.load, place / "run")
     assert f"a layer of its own, {LAYER}, which is imported only where you name it" in line
     code, _, err = called(generate, f"--model={place / 'run'}")
     assert code == cli.BAD_INPUT and f"--layer={LAYER}" in err
-    assert "transformers' `zaya` has no form" in refusal(
-        exchange.to_hf, place / "run", place / "exported"
+    check_refused(
+        "transformers' `zaya` has no form", exchange.to_hf, place / "run", tmp_path / "hf"
     )
     tuned = finetune.get_config(str(place / "run"))
     assert tuned.model.layer == tuned.model.router == ""
@@ -126,30 +122,25 @@ def test_nothing_is_imported_that_the_user_has_not_named(place, called):
     assert "own_half" in sys.modules
 
 
-def test_weights_of_another_layer_are_refused(place):
-    keys = dict(
-        model__layer="", model__router="", optim__rows=(), run__init_from=str(place / "run")
-    )
-    line = refusal(train, place, place / "plain", **keys)
+def test_weights_of_another_layer_are_refused(place, tmp_path):
+    keys = dict(model__layer="", model__router="", optim__rows=(), run__init_from=f"{place}/run")
+    line = refusal(train, tmp_path / "plain", **keys)
     assert f"was trained with the layer {LAYER} " in line and "here it is the usual one" in line
-    assert not (place / "plain").exists()
+    assert not (tmp_path / "plain").exists()
 
 
-def test_another_source_is_refused_unless_it_is_allowed(place, changed, capsys):
-    line = refusal(train, place, place / "run", run__num_steps=3)
+def test_another_source_is_refused_unless_it_is_allowed(place, changed, tmp_path, capsys):
+    line = refusal(train, place / "run", run__num_steps=3)
     assert f"was trained with the layer {LAYER} " in line and "config.run.changed_source" in line
     assert "--changed_source" in refusal(zj.load, place / "run", layer=LAYER, router=ROUTER)
     model = zj.load(place / "run", layer=LAYER, router=ROUTER, changed_source=True)
     assert f"note: {place / 'run'}@2 was trained with the layer" in capsys.readouterr().out
     assert model.params["layers"]["share"].shape == (2, 16)
-    complete = tiny_runs.settings(
-        data__path=str(place / "corpus"), **KEYS, run__changed_source=True
-    )
+    complete = tiny_runs.settings(**KEYS, run__changed_source=True)
     assert zj.train(complete, place / "run").source.endswith("@2")
-    shutil.copytree(place / "run", place / "on")
-    keys = dict(run__num_steps=3, run__changed_source=True)
-    assert train(place, place / "on", **keys) == cli.DONE
-    marks = [read_meta(place / "on", step)["own_parts"]["layer"] for step in (2, 3)]
+    on = shutil.copytree(place / "run", tmp_path / "on")
+    assert train(on, run__num_steps=3, run__changed_source=True) == cli.DONE
+    marks = [read_meta(on, step)["own_parts"]["layer"] for step in (2, 3)]
     assert marks[0] != marks[1]
 
 
@@ -165,18 +156,8 @@ def test_a_name_that_is_no_layer_is_one_line(place, name, message):
     check_refused(message, lambda: as_named(tiny_runs.settings(model__layer=name)))
 
 
-SMALL = {
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "num_experts": 8,
-    "moe_intermediate_size": 8,
-    "router_hidden_size": 9,
-}
-CONFIG = zj.config.check({"model": SMALL, "precision": {"compute": "float32"}})
+# eight experts and the skip class: `LinearRouter` has a product alone
+CONFIG = zj.config.check(small_models.settings(num_experts=8, router_hidden_size=9))
 
 
 class NormedExperts(Experts):

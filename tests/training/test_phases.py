@@ -7,10 +7,9 @@ from pathlib import Path
 
 import jax
 import multiprocess_runs
-import numpy as np
 import pytest
 import tiny_runs
-from refusals import check_refused
+from refusals import check_refused, raising
 
 from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import folders
@@ -20,6 +19,7 @@ from zaya_jax.run import train
 from zaya_jax.training import notes, recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
+FULL_SIZE = config.SHIPPED / "zaya1_base.py"
 BORDERS = [3, 6, 9]
 LAST = 12
 # Compiles in half the time of Muon, which the slow tests have; several processes are compared with
@@ -29,13 +29,7 @@ QUICK = {"optim__name": "adamw", "precision__compute": "float32"}
 
 def settings(path=SMALL, **keys):
     """The config of a file, with other keys."""
-    found: dict = {}
-    exec(compile(path.read_text(), path, "exec"), found)
-    given = found["get_config"]()
-    given.update_from_flattened_dict(
-        {name.replace("__", "."): value for name, value in keys.items()}
-    )
-    return config.check(given)
+    return tiny_runs.changed(config.read_config_dict(str(path)), **keys)
 
 
 def newest(workdir):
@@ -62,10 +56,10 @@ def through(workdir, **keys):
 def same(a, b):
     """The same run, where both evaluated too; a stop leaves that out."""
     tiny_runs.same_run(a, b, "grad_norm", "lr", "tokens", "target_tokens")
-    assert [line["step"] for line in tiny_runs.lines(a)] == list(range(1, LAST + 1))
-    for mine, other in zip(tiny_runs.lines(a), tiny_runs.lines(b), strict=True):
-        if "eval/loss" in mine and "eval/loss" in other:
-            assert mine["eval/loss"] == other["eval/loss"]
+    assert list(tiny_runs.by_step(a, "loss")) == list(range(1, LAST + 1))
+    ours, theirs = (tiny_runs.by_step(workdir, "eval/loss") for workdir in (a, b))
+    both = ours.keys() & theirs.keys()
+    assert {step: ours[step] for step in both} == {step: theirs[step] for step in both}
 
 
 PHASES = [
@@ -101,35 +95,26 @@ def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(
         assert newest(tmp_path / "run") == step and "micro-batches" in out and "best_fit" in out
         said = f"saved after step {step}; {phase}: the same command continues."
         assert (said in out) == bool(phase)
-    plan = schedule.make_plan(settings())
-    ours, theirs = tiny_runs.lines(tmp_path / "run"), tiny_runs.lines(tmp_path / "one")
-    assert [line["step"] for line in ours] == list(range(1, LAST + 1))
-    assert [line["tokens"] for line in ours] == [plan.tokens_of_step(n + 1) for n in range(LAST)]
-    assert [line["step"] for line in ours if "eval/loss" in line] == list(range(2, LAST + 1, 2))
-    np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)
-    held_out = [[x["eval/loss"] for x in run if "eval/loss" in x] for run in (ours, theirs)]
-    np.testing.assert_allclose(*held_out, rtol=1e-4)
+    plan, every_step = schedule.make_plan(settings()), range(1, LAST + 1)
+    tokens = tiny_runs.by_step(tmp_path / "run", "tokens")
+    assert tokens == {number: plan.tokens_of_step(number) for number in every_step}
+    for figure, steps in (("loss", every_step), ("eval/loss", range(2, LAST + 1, 2))):
+        ours, theirs = (tiny_runs.by_step(tmp_path / name, figure) for name in ("run", "one"))
+        assert list(ours) == list(steps) and ours == pytest.approx(theirs, rel=1e-4)
     assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
 
 
-def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
+def test_phases_that_need_other_devices_are_a_note_until_they_begin():
     devices = jax.devices()
-    two, eight = (
-        recipe.make_recipe(settings(), devices[:2]),
-        recipe.make_recipe(settings(), devices),
-    )
-    misfits = recipe.check(two)
-    assert len(misfits) == 2 and "phase 'pretrain 2', from step 4," in misfits[0]
-    assert (
-        "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1"
-        in misfits[0]
-    )
+    two, eight = (recipe.make_recipe(settings(), devices[:count]) for count in (2, 8))
+    misfit, _ = recipe.check(two)
+    assert "phase 'pretrain 2', from step 4," in misfit
+    mesh = "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1"
+    assert mesh in misfit
     assert recipe.check(eight) == []
     table = notes.phase_table(eight)
-    jump = (
-        "note: the learning rate jumps from 0.001 to 0.002 where phase 'midtrain' begins, at step 7"
-    )
-    assert jump in table and "no jump" not in table
+    jump = "the learning rate jumps from 0.001 to 0.002 where phase 'midtrain' begins, at step 7"
+    assert f"note: {jump}" in table and "no jump" not in table
     assert recipe.check(recipe.make_recipe(settings(run__num_steps=3), devices[:2])) == []
     check_refused(r"phases\[1\]\.mesh .* there are 2 devices", recipe.check, two, 3)
     recipe.check(two, 6)  # the phase on four is over
@@ -137,10 +122,8 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
 
 
 def test_a_phase_whose_rows_the_processes_cannot_share_does_not_fit_and_has_no_mesh(monkeypatch):
-    def refuse(mesh):
-        raise config.UserError("no process has whole rows")
-
     (first, *_), devices = recipe.make_recipe(settings()).phases.values(), jax.devices()
+    refuse = raising(config.UserError("no process has whole rows"))
     monkeypatch.setattr(recipe, "rows_of_process", refuse)
     placed = recipe.make_recipe(settings(), devices).phases[first.index]
     assert placed.misfit and placed.mesh is None and placed.spread == first.spread
@@ -172,9 +155,8 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
 
 
 def test_a_config_is_described_without_devices_data_or_files(tmp_path):
-    path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
-    command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
-    command.append("--config.data.seq_len=8192")
+    program = [sys.executable, "-m", "experiments.pretrain", f"--config={FULL_SIZE}"]
+    command = [*program, "--describe", "--config.data.seq_len=8192"]
     environ = {
         "PYTHONPATH": str(multiprocess_runs.ROOT),
         "JAX_PLATFORMS": "none",
@@ -185,17 +167,19 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path):
     )
     assert done.returncode == cli.DONE, done.stderr
     assert not list(tmp_path.iterdir())
-    plan = schedule.make_plan(settings(path))
-    assert f"{plan.last_step:,} steps, {plan.tokens_at_end:,} tokens in all" in done.stdout
-    assert all(segment.phase.name in done.stdout for segment in plan.segments)
-    assert "0.0006 to 0.0002, cosine" in done.stdout
-    assert "it has no jump at a border between phases" in done.stdout
-    assert "note: config.data.seq_len=8192 has no effect: each of schedule" in done.stdout
+    plan = schedule.make_plan(settings(FULL_SIZE))
+    for words in (
+        f"{plan.last_step:,} steps, {plan.tokens_at_end:,} tokens in all",
+        *(segment.phase.name for segment in plan.segments),
+        "0.0006 to 0.0002, cosine",
+        "it has no jump at a border between phases",
+        "note: config.data.seq_len=8192 has no effect: each of schedule",
+    ):
+        assert words in done.stdout
 
 
 def test_each_phase_of_the_full_size_recipe_fits_1024_devices_at_once():
-    path = Path(__file__).parents[2] / "experiments" / "configs" / "zaya1_base.py"
-    given = settings(path, data__path="/srv/data")
+    given = settings(FULL_SIZE, data__path="/srv/data")
     assert recipe.check(recipe.make_recipe(given)) == []
     plan = schedule.make_plan(given)
     phases = [segments[0].phase for _, segments, *_ in schedule.phases_of(given, plan)]

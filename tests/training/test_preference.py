@@ -1,13 +1,13 @@
 """DPO: the loss and its gradients are TRL's, pairs stay together, and runs on pairs resume and
 refuse as others do."""
 
-import json
 import re
 
 import jax
 import numpy as np
 import pytest
 import tiny_runs
+from data_helpers import jsonl
 from refusals import refusal
 from rows import slow
 from safetensors.numpy import load_file
@@ -24,17 +24,16 @@ from zaya_jax.text import tokenizers
 from zaya_jax.text.token_block import Document, concatenate
 from zaya_jax.training.preference import loss_of_pairs
 
-SMALL = {"model.max_position_embeddings": 128, "data.seq_len": 128}
 TUNED = {
-    "data.global_batch": 4,
-    "run.num_steps": 8,
-    "run.beta": 0.5,
-    "eval.every": 8,
-    "eval.windows": 8,
-    "log.sample_tokens": 0,
-    "optim.lr": 0.02,
-    "checkpoint.every_steps": 4,
-    "mesh.data": 1,
+    "data__global_batch": 4,
+    "run__num_steps": 8,
+    "run__beta": 0.5,
+    "eval__every": 8,
+    "eval__windows": 8,
+    "log__sample_tokens": 0,
+    "optim__lr": 0.02,
+    "checkpoint__every_steps": 4,
+    "mesh__data": 1,
 }
 
 
@@ -45,10 +44,8 @@ def test_loss_figures_and_gradients_are_trls(golden_dir):
     tokenizer, batch = tokenizers.Bytes(), pack.BatchBuilder(2, 64, 0)
     for i, row in enumerate([0, 0, 1]):
         prompt, *answers = (theirs[f"{name}_ids.{i}"] for name in ("prompt", "chosen", "rejected"))
-        documents = []
-        for answer in answers:
-            predicted = np.arange(len(prompt) + len(answer)) >= len(prompt)
-            documents.append(Document(np.concatenate([prompt, answer]), predicted))
+        tokens = [np.concatenate([prompt, answer]) for answer in answers]
+        documents = [Document(x, np.arange(len(x)) >= len(prompt)) for x in tokens]
         block = concatenate(documents, tokenizer)
         batch.append_span(row, block)
     settings = config.Config(
@@ -72,34 +69,23 @@ def test_loss_figures_and_gradients_are_trls(golden_dir):
         assert np.linalg.norm(g - wanted) <= 1e-4 * np.linalg.norm(wanted) + 1e-7, name
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def pair(i, better="yes", worse="no"):
     return {"prompt": f"Is {i} a number?", "chosen": better, "rejected": worse}
 
 
 def settings(folder, options=",preference=dpo", **keys):
-    c = finetune.get_config(f"{folder / 'base'}{options}")
-    given = TUNED | {"data.path": str(folder / "pairs.jsonl")}
-    c.update_from_flattened_dict(given | {k.replace("__", "."): v for k, v in keys.items()})
-    return config.check(c)
-
-
-def save_base(root, seed):
-    """Fresh weights as a run's folder."""
-    zj.create(tiny_runs.settings(**SMALL), seed).save(root / "base")
+    keys = TUNED | {"data__path": str(folder / "pairs.jsonl")} | keys
+    return tiny_runs.changed(finetune.get_config(f"{folder / 'base'}{options}"), **keys)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A base that was never trained, 44 pairs, and a run on these."""
     root = tmp_path_factory.mktemp("preference")
-    save_base(root, seed=0)
+    small = dict(model__max_position_embeddings=128, data__seq_len=128)
+    zj.create(tiny_runs.settings(**small)).save(root / "base")
     bad = [pair(90, "a", "a"), pair(91, "a", "b" * 90), pair(92, "a", "")]
-    write(root / "pairs.jsonl", [*map(pair, range(41)), *bad])
+    (root / "pairs.jsonl").write_bytes(jsonl([*map(pair, range(41)), *bad]))
     assert train(settings(root), root / "run") == cli.DONE
     return root
 
@@ -125,9 +111,8 @@ def test_a_run_on_pairs_is_a_model_as_any(folder, tmp_path):
     model = zj.load(folder / "run")
     assert model.config.run.preference == "dpo"
     saved = zj.load(model.save(tmp_path / "saved"))
-    np.testing.assert_array_equal(
-        saved.params["embed"]["embedding"], model.params["embed"]["embedding"]
-    )
+    tables = [x.params["embed"]["embedding"] for x in (saved, model)]
+    np.testing.assert_array_equal(*tables)
     first = settings(folder).optim.lr
     assert finetune.get_config(f"{folder / 'run'},preference=dpo").optim.lr == first
 
@@ -146,8 +131,7 @@ def test_a_killed_run_ends_in_the_same_bits(folder, tmp_path, options):
 
 
 def test_both_answers_of_a_pair_are_neighbours_in_a_row(folder):
-    c = settings(folder)
-    tok = tokenizers.Bytes()
+    c, tok = settings(folder), tokenizers.Bytes()
     stream = pipeline.Batches(c, tok)
     for batch in [*(stream[t] for t in range(3)), *windows.eval_batches(c, tok, damaged=set())]:
         for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
@@ -182,15 +166,13 @@ def test_data_without_pairs_are_said(folder, tmp_path):
         (chats, "line 1: a pair has chosen and rejected"),
         (pair(1, "a", "b" * 300), "its pairs are all longer than the context of 128"),
     ):
-        path = write(tmp_path / "a.jsonl", [content])
-        assert says in refusal(train, settings(folder, data__path=path), tmp_path / "new")
-    path = str(folder / "pairs.jsonl")
-    assert "give chats or text with --data" in refusal(
-        texts.held_out, settings(folder), path, tokenizers.Bytes()
-    )
-    assert "preferenc is not one of lora, base, preference, beta" in refusal(
-        settings, folder, ",preferenc=dpo"
-    )
-    assert "config.run.preference='kto' is not one of" in refusal(
-        settings, folder, ",preference=kto"
-    )
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(jsonl([content]))
+        assert says in refusal(train, settings(folder, data__path=str(path)), tmp_path / "new")
+    given = settings(folder), str(folder / "pairs.jsonl"), tokenizers.Bytes()
+    assert "give chats or text with --data" in refusal(texts.held_out, *given)
+    for option, says in (
+        ("preferenc=dpo", "preferenc is not one of lora, base, preference, beta"),
+        ("preference=kto", "config.run.preference='kto' is not one of"),
+    ):
+        assert says in refusal(settings, folder, f",{option}")

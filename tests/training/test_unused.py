@@ -11,6 +11,7 @@ from zaya_jax.training import start, unused
 
 TWO_PHASES = (Phase(tokens=256, seq_len=8), Phase(tokens=256, seq_len=16))
 OWN_RATES = (Phase(tokens=256, lr=1e-3), Phase(tokens=256, lr=1e-4))
+HIGHER_RATES = (Phase(tokens=256, lr=1e-2),)
 OWN_SOURCES = (Phase(tokens=256, mixture=("web=1",)), Phase(tokens=256, mixture=("code=1",)))
 DENSE = {
     "model.model_type": "dense",
@@ -24,6 +25,7 @@ OWN_LAYER = {"model.layer": "somewhere:Layer"}
 PAIRS = {"run.preference": "dpo", "run.init_from": "runs/a", "balance.enabled": False}
 PAIRS |= {"data.chats": True, "data.packing": "best_fit"}
 FLOAT32 = {"precision.compute": "float32"}
+OF_PHASES = "each of schedule.phases has its own"
 
 # (a key and its value, what makes it idle, words of the reason, what makes it count)
 CASES = [
@@ -98,35 +100,27 @@ CASES = [
     ),
     ("data.path", "text", {"schedule.phases": OWN_SOURCES}, "mixtures take its place", {}),
     ("data.mixture", ("web=1",), {"schedule.phases": OWN_SOURCES}, "has its own", {}),
-    ("data.seq_len", 8, {"schedule.phases": TWO_PHASES}, "each of schedule.phases has its own", {}),
-    ("optim.lr", 0.1, {"schedule.phases": OWN_RATES}, "each of schedule.phases has its own", {}),
-    ("optim.lr", 1e-4, {"schedule.phases": TWO_PHASES}, "", {"schedule.phases": OWN_RATES}),
+    ("data.seq_len", 8, {"schedule.phases": TWO_PHASES}, OF_PHASES, {}),
+    *(
+        ("optim.lr", value, {"schedule.phases": idle}, OF_PHASES, {"schedule.phases": used})
+        for value, idle, used in ((0.1, OWN_RATES, TWO_PHASES), (1e-4, HIGHER_RATES, OWN_RATES))
+    ),
     ("mesh.expert", 2, {"schedule.phases": (Phase(tokens=256, mesh=Mesh()),)}, "has its own", {}),
 ]
 
 
-def said_of(key, settings):
-    """The sentences that name a key."""
-    return [line for line in unused.notes(settings) if f"config.{key}=" in line]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_a_key_that_nothing_reads_is_named_with_the_reason(case):
-    key, value, idle, because, used = case
-    said = said_of(key, made(idle, key, value))
-    if because:
-        assert len(said) == 1 and because in said[0].partition(" no effect: ")[2], said
-        assert f"config.{key}={value!r}" in said[0]
-    else:
-        assert not said
-    if used is not None:
-        assert not said_of(key, made(used, key, value))
-
-
-def made(changes, key, value):
-    """A small config with these keys."""
+def said_of(key, value, changes):
+    """The sentences that name a key, of a small config with these changes."""
     keys = {"precision.compute": "bfloat16", "optim.name": "muon"} | changes | {key: value}
-    return tiny_runs.settings(**keys)
+    said = unused.notes(tiny_runs.settings(**keys))
+    return [line for line in said if f"config.{key}={value!r}" in line]
+
+
+@pytest.mark.parametrize(("key", "value", "idle", "because", "used"), CASES)
+def test_a_key_that_nothing_reads_is_named_with_the_reason(key, value, idle, because, used):
+    reasons = [line.partition(" no effect: ")[2] for line in said_of(key, value, idle)]
+    assert len(reasons) == 1 and because in reasons[0]
+    assert not said_of(key, value, used)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in config.SHIPPED.glob("[a-z]*.py")))
@@ -138,19 +132,21 @@ def test_shipped_configs_set_nothing_in_vain(name):
 
 
 def test_weights_that_are_there_are_said_to_come_before_init_from(tmp_path, capsys):
-    keys = {"data.path": tiny_runs.write_corpus(tmp_path / "text"), "run.num_steps": 1}
-    saved = zj.create(tiny_runs.settings(**keys)).save(tmp_path / "run")
-    assert tiny_runs.train(saved, **keys, **{"run.init_from": "elsewhere"}) == cli.DONE
+    saved = zj.create(tiny_runs.settings()).save(tmp_path / "run")
+    assert tiny_runs.train(saved, run__num_steps=1, run__init_from="elsewhere") == cli.DONE
     note = "note: config.run.init_from=elsewhere has no effect: the run begins with the weights in"
     assert f"{note} {saved}/checkpoints/0" in capsys.readouterr().out
 
 
 def test_a_start_says_it_with_what_its_devices_and_steps_do_not_have(tmp_path):
-    text = tiny_runs.write_corpus(tmp_path / "text")
-    keys = {"data.path": text, "run.num_steps": 4, "run.beta": 0.3}
-    keys |= {"mesh.fsdp": True, "mesh.ring": True, "log.profile": "9:2"}
-    keys |= {"optim.rows": ("layers/share=adamw",)}
-    settings = tiny_runs.settings(**keys)
+    settings = tiny_runs.settings(
+        run__num_steps=4,
+        run__beta=0.3,
+        mesh__fsdp=True,
+        mesh__ring=True,
+        log__profile="9:2",
+        optim__rows=("layers/share=adamw",),
+    )
     recipe, tokenizer = start.load_recipe(settings, tmp_path / "run")
     said = [x for x in start.plan_start(0, recipe, tokenizer).notes if "no effect" in x]
     assert len(jax.devices()) > 1  # so that fsdp has one
