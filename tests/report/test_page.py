@@ -211,9 +211,8 @@ def test_dead_experts_and_uneven_layers_are_named(tmp_path):
     load = [[0.5, 0.5, 0.0, 0.0], [0.3, 0.3, 0.3, 0.1]]
     record = {"step": 1, "load": load, "load_entropy": [0.631, 1.0]}
     (tmp_path / "metrics.jsonl").write_text(lines(record))
-    text = drawn(tmp_path)[1]
-    assert "between 0.631 (layer 0) and 1.000 (layer 1)" in text
-    assert "1 expert received no token." in text
+    said = "lies between 0.631 (layer 0) and 1.000 (layer 1); 1 is an even load. 1 expert received"
+    assert f"{said} no token." in drawn(tmp_path)[1]
 
 
 def spent(time, seconds, first, last, **sections):

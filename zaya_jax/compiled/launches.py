@@ -20,6 +20,7 @@ states its own (`pallas_kernels.tiles`).
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -325,9 +326,7 @@ class _Reader:
         """The matrix products of an instruction, and of what it fuses: FLOPs, and whether float32
         is multiplied."""
         if i.op in ("fusion", "fusion-start"):
-            return [
-                found for each in self.computations[_fused(i)] for found in self._products(each)
-            ]
+            return [*itertools.chain(*map(self._products, self.computations[_fused(i)]))]
         library = ""
         if i.op == "custom-call" and (target := re.search(r'custom_call_target="([^"]*)"', i.rest)):
             library = target[1]

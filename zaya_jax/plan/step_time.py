@@ -32,9 +32,7 @@ class StepTime:
     by_kind: dict[str, float]  # products, HBM, launches, links
     links: dict[str, float]  # each kind of collective as long as it takes
     exposed: dict[str, float]  # the part of it that no kernel covers
-    ideal: (
-        float  # of the useful FLOPs, by the model's formula, at the chip's peak for most products
-    )
+    ideal: float  # of the FLOPs by the model's formula alone, at the chip's peak
 
     @property
     def seconds(self) -> float:
