@@ -198,11 +198,11 @@ def test_a_file_that_was_cut_off(source, kept):
     refused(source, r"model\.safetensors cannot be read, it is missing, truncated or damaged")
 
 
-def test_files_that_are_missing(tmp_path, source):
-    check_refused(r"nowhere.config\.json is missing", hf.Directory, tmp_path / "nowhere")
+def test_files_that_are_missing(source):
     (source / FILE).unlink()
     refused(source, r"model\.safetensors cannot be read, it is missing")
     (source / "config.json").unlink()
+    check_refused(r"in.config\.json is missing", hf.Directory, source)
     refused(source, "has no checkpoint; train first, or give a run")
 
 

@@ -55,18 +55,20 @@ def cases(fast):
 RUN = {"attention", "grouped_mlp", "residual_norm"}
 
 
+CHIPS = {
+    "cpu": chip.Chip("cpu", "cpu", ()),
+    "gpu": chip.Chip("gpu", "gpu", ()),
+    "cuda": chip.Chip("cpu", "NVIDIA H100", ()),  # on a host, which has no TF32 for the router
+    "attention": chip.Chip("cpu", "gfx942", ("attention",)),
+    "kernels": chip.Chip("cpu", "gfx942", chip.OPERATORS),
+}
+
+
 @pytest.fixture
 def golden_case(request, golden_dir):
     """A golden case's folder, and around the test a chip whose algorithm must give it."""
     folder, platform = request.param
-    own = chip.OPERATORS if platform == "kernels" else tuple({platform} & set(chip.OPERATORS))
-    if own:
-        made_for = chip.Chip("cpu", "gfx942", own)
-    elif platform == "cuda":  # on a host, which has no TF32 for the router's products
-        made_for = chip.Chip("cpu", "NVIDIA H100", ())
-    else:
-        made_for = chip.Chip(platform, platform, ())
-    with chip.making(made_for):
+    with chip.making(CHIPS[platform]):
         yield golden_dir / folder
 
 
