@@ -330,7 +330,7 @@ def test_what_a_checkpointer_saves_comes_back_on_another_mesh(tmp_path, monkeypa
     monkeypatch.setattr(layout, "PART_BYTES", 64)
     ours = zj.checkpoint.Handler.context()
     with ocp.training.Checkpointer(tmp_path, context=ours) as checkpointer:
-        given, other = state(1), state(0, (2, 4))
+        given, other = state(1), state(0, (8, 1))  # whose parts are halves of chunks
         saving = checkpointer.save_async(1, given)
         jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(given)
         assert given["params"]["layers"]["w"].is_deleted() and saving.result()
