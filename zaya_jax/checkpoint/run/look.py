@@ -11,10 +11,12 @@ from zaya_jax.checkpoint.run import retention
 from zaya_jax.checkpoint.source import SealedSource
 from zaya_jax.config import StorageError, UserError
 
-UNFINISHED = "Not complete (being written or deleted, or left by a run that was killed)"
 # The meaning of other folders among the checkpoints, by the beginnings of their names.
 OTHER_FOLDERS = {
-    UNFINISHED: (folders.SAVING, folders.DELETING),
+    "Not complete (being written or deleted, or left by a run that was killed)": (
+        folders.SAVING,
+        folders.DELETING,
+    ),
     "Set aside as damaged": (folders.DAMAGED,),
     "Set aside since the run went back behind them": (folders.STALE,),
 }

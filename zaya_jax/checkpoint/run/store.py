@@ -200,7 +200,6 @@ class Store:
         waited: float,
     ) -> str | None:
         """Returns an error, if any; runs in a thread, in all processes together."""
-        me = jax.process_index()
         timer = writing.StageTimer()
         written_at = 0.0
         folder = self.root / f"{folders.SAVING}{step}"
@@ -213,7 +212,7 @@ class Store:
             sums = writing.write_share(folder, writers, snapshot, meta, timer)
             nonlocal written_at
             written_at = time.perf_counter()  # from here on "commit", which waits for all others
-            return [sums, timer.seconds(), writers.bytes.get(me, 0)]
+            return [sums, timer.seconds(), writers.bytes.get(jax.process_index(), 0)]
 
         def commit(results: list) -> None:
             sums = {name: entry for of_one, _, _ in results for name, entry in of_one.items()}
@@ -227,7 +226,7 @@ class Store:
         if error:
             self._report_failure(step, error)
             return error
-        if me == 0:
+        if multihost.is_writer():
             # Before the new step is copied: after that the copies of deleted steps are deleted.
             try:
                 self._delete_old()
