@@ -112,8 +112,8 @@ class AnyModel:
 def find(name: str | os.PathLike, config: Config | None = None) -> AnyModel:
     """The model of this name; UserError if there is none. `config`: of a state without one, as
     Orbax saves it."""
-    folder, _ = resolve(name)
-    source = open_weights(os.fspath(name))
+    folder, step = resolve(name)
+    source = _open(folder, step)
     if config is None:
         if isinstance(source, hf.Directory):
             return _of_directory(str(name), source)
@@ -156,7 +156,11 @@ def open_weights(name: str) -> ArraySource:
     """The weights of any name; also of one without a config, such as an address."""
     if "://" in name:
         return with_base(open_source(name))
-    folder, step = resolve(name)
+    return _open(*resolve(name))
+
+
+def _open(folder: Path, step: int | None) -> ArraySource:
+    """The weights in an existing folder: of a run, of transformers, or of Orbax's."""
     if step is None and (folder / "config.json").is_file() and not is_run(folder):
         return hf.Directory(folder)
     try:
