@@ -226,5 +226,9 @@ def test_the_page_has_each_rule_and_limit_and_use_of_time():
     rules = [rule for kind in log_rules.KINDS for rule in log_rules.load(kind)]
     judged = [(x.name, x.group, x.action) for x in [*rules, *limits.LIMITS]]
     assert sorted(re.findall(row, page, re.M)) == sorted(judged)
+    for limit in limits.LIMITS:
+        spans = {1: "", 600: " in 10 min", limits.HOUR: " in 1 h"}
+        span = spans.get(limit.within, f", {limit.within:g} readings")
+        assert f"\n| {limit.name} | {limit.least:g}{span} | {limit.group} |" in page
     for use in accounts.USES:
         assert f"\n| {accounts.LABELS[use]} | " in page, use
