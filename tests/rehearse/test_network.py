@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from tools import network
 
@@ -83,10 +83,7 @@ def test_nothing_is_left_of_a_network_that_is_killed():
             skip_if_forbidden(waiting)
         assert len(made) == 2 and made <= namespaces()
         waiting.kill()
-    deadline = time.monotonic() + 20
-    while made & namespaces():
-        assert time.monotonic() < deadline, "its nodes still run"
-        time.sleep(0.05)
+    until(lambda: not made & namespaces(), 20)
 
 
 def test_a_machine_that_forbids_it_is_told_in_one_line(monkeypatch, capsys):

@@ -113,11 +113,6 @@ class Account:
         return self.end - self.begin - self.totals["idle"]
 
     @property
-    def faults(self) -> list[Interruption]:
-        """All interruptions that nobody planned."""
-        return [cause for cause in self.interruptions if cause.event.kind != "border"]
-
-    @property
     def goodput(self) -> float:
         """The share of the supervised time in steps that counted; NaN where no start reported
         anything."""

@@ -64,9 +64,11 @@ def judge_devices(report: Mapping[str, Any], expected: int | None) -> list[Findi
     if report and expected is not None and report["count"] != expected:
         seen = f"{report['count']} devices ({report['platform']}) are there, {expected} expected"
         findings.append(Finding("gpu missing", "critical", "exclude", seen))
-    for seen in report.get("wrong", ()):
-        device = seen.partition(":")[0]
-        findings.append(Finding("gpu computes wrongly", "critical", "exclude", seen, -1, device))
+    name = "gpu computes wrongly"
+    findings += [
+        Finding(name, "critical", "exclude", seen, -1, seen.partition(":")[0])
+        for seen in report.get("wrong", ())
+    ]
     return findings
 
 
@@ -107,11 +109,11 @@ def judge_links(results: Mapping[Pair, str]) -> list[NodeFinding]:
             seen = "; ".join(f"nodes {a} and {b}: {failures[a, b]}" for a, b in links)
             name = "links of a node fail"
             findings.append((node, Finding(name, "critical", "exclude", seen, -1, f"node {node}")))
-    for (a, b), why in sorted(failures.items()):
-        if not bad_nodes & {a, b}:
-            device = f"node {a}-node {b}"
-            findings.append((-1, Finding("link fails", "distributed", "warn", why, -1, device)))
-    return findings
+    return findings + [
+        (-1, Finding("link fails", "distributed", "warn", why, -1, f"node {a}-node {b}"))
+        for (a, b), why in sorted(failures.items())
+        if not bad_nodes & {a, b}
+    ]
 
 
 def _probe(*arguments: str) -> tuple[dict[str, Any], str, str]:

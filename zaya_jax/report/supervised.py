@@ -80,8 +80,8 @@ def account_tables(account: Account) -> list[Table]:
 
 def _summary(account: Account) -> str:
     """Goodput, and what faults cost."""
-    faults, supervised = account.faults, account.supervised
-    parts = [f"Goodput {percent(account.goodput)} of {duration(supervised)} supervised"]
+    parts = [f"Goodput {percent(account.goodput)} of {duration(account.supervised)} supervised"]
+    faults = [cause for cause in account.interruptions if cause.event.kind != "border"]  # planned
     if faults:
         lost = duration(sum(cause.lost for cause in faults))
         parts.append(f"{counted(len(faults), 'interruption')} took {lost}")
