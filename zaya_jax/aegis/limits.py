@@ -1,9 +1,10 @@
 """The limits for hardware counters and levels, and how the node's files are compared with them.
 
     tree = Tree("/"); tree.number("proc/loadavg")    an unreadable file is noted once, and no error
-    judge.counter(name, device, source, value)       findings, if it has grown too much
-    judge.state(name, device, on, seen)              findings, if it is so for too long
+    judge.counter(name, device, source, value)       a finding, if it has grown too much
+    judge.state(name, device, on, seen)              a finding, if it is so for too long
     judge.gone(name, present)                        findings, for devices that are there no more
+    judge.findings                                   what it has found
 
 A counter is judged by its growth over a window, never by its value: errors before the run do not
 count, but a state from before the run does. A counter is reported once in a window, and begins anew
@@ -16,7 +17,7 @@ it.
 
 import os
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,10 +138,9 @@ class Judge:
         # looks in a row, and whether it is reported
         self._states: dict[tuple[str, str], tuple[int, bool]] = {}
         self.devices: dict[str, str] = {}  # those that were there, and their whole names
+        self.findings: list[Finding] = []
 
-    def counter(
-        self, name: str, device: str, source: str, value: float | None
-    ) -> Iterator[Finding]:
+    def counter(self, name: str, device: str, source: str, value: float | None) -> None:
         """A counter's value now; a finding where it has grown too much within its window."""
         if value is None:
             return
@@ -157,18 +157,14 @@ class Judge:
         if grown < limit.least or self.now < self._quiet_until.get(key, -1e18):
             return
         self._quiet_until[key] = self.now + limit.within
-        yield Finding(
-            name,
-            limit.group,
-            limit.action,
+        seen = (
             f"{source}: {before[1]:g} -> {value:g} in"
             f" {_time(min(self.now - before[0], limit.within))}; limit {limit.least:g} in"
-            f" {_time(limit.within)}",
-            -1,
-            device,
+            f" {_time(limit.within)}"
         )
+        self.findings.append(Finding(name, limit.group, limit.action, seen, -1, device))
 
-    def state(self, name: str, device: str, on: bool, seen: str) -> Iterator[Finding]:
+    def state(self, name: str, device: str, on: bool, seen: str) -> None:
         """Whether something is so now; a finding when it has been for so many looks."""
         limit, key = BY_NAME[name], (name, device)
         if not on:
@@ -178,13 +174,13 @@ class Judge:
         due = looks + 1 >= limit.within and not reported and not self.first
         self._states[key] = looks + 1, reported or due
         if due:
-            yield Finding(name, limit.group, limit.action, seen, -1, device)
+            self.findings.append(Finding(name, limit.group, limit.action, seen, -1, device))
 
-    def gone(self, name: str, present: Container[str]) -> Iterator[Finding]:
+    def gone(self, name: str, present: Container[str]) -> None:
         """Findings for those of `devices` that are not present now."""
         for device, whole_name in self.devices.items():
             seen = f"{whole_name} is no longer here"
-            yield from self.state(name, device, device not in present, seen)
+            self.state(name, device, device not in present, seen)
 
 
 def _time(seconds: float) -> str:

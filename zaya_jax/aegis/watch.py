@@ -9,7 +9,7 @@ of its own: a driver that hangs is a finding, is waited for once, and keeps no o
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from zaya_jax.aegis import watch_gpu
@@ -17,7 +17,7 @@ from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.events import Finding
 
-Poll = Callable[[Tree, Judge], Iterator[Finding]]  # a watcher: its findings now
+Poll = Callable[[Tree, Judge], None]  # a watcher: has the judge look at what the files say now
 INFINIBAND = "sys/class/infiniband"
 # The finding that a port's counter belongs to, by the first pattern that fits. The names of
 # time-outs differ from driver to driver (mlx5, bnxt_re, ionic, irdma).
@@ -32,29 +32,29 @@ KINDS = {
 }
 
 
-def poll_host(tree: Tree, judge: Judge) -> Iterator[Finding]:
+def poll_host(tree: Tree, judge: Judge) -> None:
     """The OOM killer, ECC of the host's memory."""
     for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
         found = re.search(r"^oom_kill (\S+)", tree.text(place) or "", re.M)
         if found:
             count = tree.parse(found[1], f"{place} oom_kill")
-            yield from judge.counter("oom killer", place, "oom_kill", count)
+            judge.counter("oom killer", place, "oom_kill", count)
     edac = "sys/devices/system/edac/mc"
     for mc in tree.names(edac):
         if mc.startswith("mc") and mc[2:].isdigit():
             uncorrected = tree.number(f"{edac}/{mc}/ue_count")
             name = "host uncorrectable memory error"
-            yield from judge.counter(name, mc, "ue_count", uncorrected)
+            judge.counter(name, mc, "ue_count", uncorrected)
 
 
-def poll_ports(tree: Tree, judge: Judge) -> Iterator[Finding]:
+def poll_ports(tree: Tree, judge: Judge) -> None:
     """The node's ports of InfiniBand and RoCE, through the kernel's files."""
     places = {
         f"{card}/{port}": f"{INFINIBAND}/{card}/ports/{port}"
         for card in tree.names(INFINIBAND)
         for port in tree.names(f"{INFINIBAND}/{card}/ports")
     }
-    yield from judge.gone("nic gone", places)
+    judge.gone("nic gone", places)
     for device, place in places.items():
         state = tree.text(f"{place}/state")
         if state is None:
@@ -64,13 +64,13 @@ def poll_ports(tree: Tree, judge: Judge) -> Iterator[Finding]:
             judge.devices[device] = device
         physical = tree.text(f"{place}/phys_state") or "?"
         seen = f"state {state}, physically {physical}"
-        yield from judge.state("nic down", device, device in judge.devices and not up, seen)
+        judge.state("nic down", device, device in judge.devices and not up, seen)
         for folder in ("counters", "hw_counters"):
             for counter in tree.names(f"{place}/{folder}"):
                 names = [name for name in KINDS if re.search(KINDS[name], counter)]
                 if names:
                     value = tree.number(f"{place}/{folder}/{counter}")
-                    yield from judge.counter(names[0], device, counter, value)
+                    judge.counter(names[0], device, counter, value)
 
 
 class Watchers:
@@ -100,7 +100,6 @@ class _Reader:
         self._name, self._poll = name, poll
         self._tree, self._judge = tree, Judge()
         self._reads = False
-        self._found: list[Finding] = []
 
     def look(self, now: float, seconds: float) -> list[Finding]:
         """The findings, those of a late reading too; or once that it takes too long."""
@@ -109,7 +108,7 @@ class _Reader:
         self._reads, self._judge.now = True, now
         if not leaving.within(seconds, self._read):
             return [self._is_late(seconds)]
-        found, self._found = self._found, []
+        found, self._judge.findings = self._judge.findings, []
         return found + self._tree.notes()
 
     def _is_late(self, seconds: float) -> Finding:
@@ -121,7 +120,7 @@ class _Reader:
 
     def _read(self) -> None:
         try:
-            self._found += self._poll(self._tree, self._judge)
+            self._poll(self._tree, self._judge)
         except Exception as error:  # a watcher's defect is a note, and ends nothing
             self._tree.note(f"{self._name}: {type(error).__name__}: {error}")
         self._reads = self._judge.first = False

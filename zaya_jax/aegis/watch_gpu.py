@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zaya_jax.aegis.limits import BY_NAME, Judge, Tree
-from zaya_jax.cluster.events import Finding
 
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared
@@ -34,9 +33,9 @@ class Reading:
     failed: float | None = None  # pages or rows that could not be retired
 
 
-def _judge_all(readings: Sequence[Reading], judge: Judge) -> Iterator[Finding]:
-    """The findings about a maker's GPUs."""
-    yield from judge.gone("gpu lost", {reading.device for reading in readings})
+def _judge_all(readings: Sequence[Reading], judge: Judge) -> None:
+    """Has a maker's GPUs judged."""
+    judge.gone("gpu lost", {reading.device for reading in readings})
     busy = {
         r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY
     }
@@ -44,18 +43,18 @@ def _judge_all(readings: Sequence[Reading], judge: Judge) -> Iterator[Finding]:
     for gpu in readings:
         judge.devices.setdefault(gpu.device, f"{gpu.device} {gpu.identity}")
         for name, source, value in gpu.counters:
-            yield from judge.counter(name, gpu.device, source, value)
+            judge.counter(name, gpu.device, source, value)
         if gpu.failed is not None:
             seen = f"{gpu.failed:g} pages or rows"
-            yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, seen)
+            judge.state("gpu page not retired", gpu.device, gpu.failed > 0, seen)
         clock = busy.get(gpu.device)
         if clock and usual:
             slow = clock <= BY_NAME["gpu slow clock"].least * usual
             seen = f"{clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
-            yield from judge.state("gpu slow clock", gpu.device, slow, seen)
+            judge.state("gpu slow clock", gpu.device, slow, seen)
 
 
-def poll_amd(tree: Tree, judge: Judge) -> Iterator[Finding]:
+def poll_amd(tree: Tree, judge: Judge) -> None:
     """Reads the files of the amdgpu driver. Outputs (card0-DP-1) and partitions without a vendor
     are no cards."""
     cards = [name for name in tree.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
@@ -65,7 +64,7 @@ def poll_amd(tree: Tree, judge: Judge) -> Iterator[Finding]:
         for card, place in places.items()
         if tree.text(f"{place}/vendor") == AMD
     ]
-    return _judge_all(readings, judge)
+    _judge_all(readings, judge)
 
 
 def _read_amd(tree: Tree, card: str, place: str) -> Reading:
@@ -113,7 +112,7 @@ def _nvml(tree: Tree) -> Any:
         return None
 
 
-def poll_nvidia(tree: Tree, judge: Judge) -> Iterator[Finding]:
+def poll_nvidia(tree: Tree, judge: Judge) -> None:
     """Asks NVML. Every call may fail for a card that does not have it; one that all fail for is
     lost."""
     nvml = _nvml(tree)
@@ -145,4 +144,4 @@ def poll_nvidia(tree: Tree, judge: Judge) -> Iterator[Finding]:
         gpu.busy = float(use.gpu) if use is not None else None
         gpu.clock = ask("nvmlDeviceGetClockInfo", handle, 1)  # of the SMs
         readings.append(gpu)
-    return _judge_all(readings, judge)
+    _judge_all(readings, judge)
