@@ -50,14 +50,14 @@ ODD = [None, True, -5, 10**400, math.nan, math.inf, 1.5, "x", [], [[]], {}, {"x"
 @pytest.fixture
 def leader(tmp_path):
     """That of a run of two nodes, which has begun."""
-    said = Leader(
+    started = Leader(
         SupervisorOptions(Rules(2, 2, 2), tmp_path), Keeper(tmp_path), print, lambda *_: None, 0.0
     )
     for node in (0, 1):
-        said.agent_connected(node, f"host{node}", "localhost", 0.0)
-        said.receive(node, ["ready", 4000 + node], 0.0)
-    assert said.decider.state == "running"
-    return said
+        started.agent_connected(node, f"host{node}", "localhost", 0.0)
+        started.receive(node, ["ready", 4000 + node], 0.0)
+    assert started.decider.state == "running"
+    return started
 
 
 def mutants(value):

@@ -250,7 +250,7 @@ def tell(**fields: Any) -> None:
     print(f"{REPORT}{json.dumps(fields)}", flush=True)
 
 
-def products(devices: list, matmul: Callable | None = None) -> list[str]:
+def products(devices: list) -> list[str]:
     """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences
     in words."""
     import jax  # here and below: an agent, which starts these parts, imports none of it
@@ -273,8 +273,7 @@ def products(devices: list, matmul: Callable | None = None) -> list[str]:
         # Whole numbers from -3 to 3: sums of so few products are exact in float32, in any order.
         a, b = np.random.default_rng(seed).integers(-3, 4, (2, side, side))
         # NumPy multiplies whole numbers slowly; float64 holds them exactly and goes through BLAS.
-        right = (matmul or np.matmul)(a.astype(np.float64), b.astype(np.float64))
-        right = right.astype(np.float32)
+        right = np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(np.float32)
         for dtype in (jnp.bfloat16, jnp.float32):
             factors = [
                 jax.device_put(np.broadcast_to(x.astype(dtype), (count, side, side)), by_device)
