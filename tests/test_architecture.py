@@ -19,9 +19,9 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # some 3% of air for mends, the library and the tests as a whole 1%; whoever needs more takes
 # something away first, or raises the row with its reason.
 BUDGET = {
-    "zaya_jax/aegis": 2_540,
+    "zaya_jax/aegis": 2_475,
     "zaya_jax/checkpoint": 2_505,
-    "zaya_jax/cluster": 1_125,
+    "zaya_jax/cluster": 1_115,
     "zaya_jax/compiled": 660,
     "zaya_jax/config": 630,
     "zaya_jax/data": 1_220,
