@@ -59,18 +59,6 @@ ROLLBACKS = ("spike", "corrupt")  # the training itself goes back
 
 
 @dataclasses.dataclass
-class TimeSpan:
-    """Some seconds with one use; `interruption`: the index of the one to which they are lost;
-    `steps`: done before, and after."""
-
-    begin: float
-    seconds: float
-    use: str
-    interruption: int | None = None
-    steps: tuple[int, int] = (-1, -1)
-
-
-@dataclasses.dataclass
 class Interruption:
     """A fault, or a rollback."""
 
@@ -88,6 +76,18 @@ class Interruption:
         if event.kind == "died":
             return f"died: {re.split(r'[;,]', event.seen)[0][:40]}" if event.seen else "died"
         return LABELS_OF_KINDS.get(event.kind, event.kind)
+
+
+@dataclasses.dataclass
+class TimeSpan:
+    """Some seconds with one use; `interruption`: to which they are lost; `steps`: done before, and
+    after."""
+
+    begin: float
+    seconds: float
+    use: str
+    interruption: Interruption | None = None
+    steps: tuple[int, int] = (-1, -1)
 
 
 @dataclasses.dataclass
@@ -181,7 +181,7 @@ class _Accountant:
         self._cursor = begin  # up to which time everything has a use
         self._spans: list[TimeSpan] = []
         self._interruptions: list[Interruption] = []
-        self._pending: int | None = None  # the interruption that is not recovered from yet
+        self._pending: Interruption | None = None  # which is not recovered from yet
         self._ended = False
 
     def add_start(self, start: RunEvent, events: Sequence[RunEvent], next_start: float) -> None:
@@ -197,25 +197,25 @@ class _Accountant:
         if stop:  # its event is written once nothing runs any more
             fault -= stop.seconds + float(stop.facts.get("stop", 0.0))
         fault = max(min(fault, until), self._cursor)
-        if self._pending is not None:
+        if self._pending:
             recovered = _first(events, lambda e: e.kind == "restarted")
             until_new_step = min(recovered.time, fault) if recovered else fault
             self._add("recovering", until_new_step, self._pending)
             if recovered:
-                self._interruptions[self._pending].recover = recovered.seconds
+                self._pending.recover = recovered.seconds
                 self._pending = None
         self._add_sections(fault, events)
         for event in events:
             if event.kind in ROLLBACKS and "step" in event.facts:
-                self._interruptions.append(Interruption(event))
-                self._go_back(event.time, int(event.facts["step"]), len(self._interruptions) - 1)
+                rollback = Interruption(event)
+                self._interruptions.append(rollback)
+                self._go_back(event.time, int(event.facts["step"]), rollback)
         if stop:
-            self._interruptions.append(Interruption(stop))
-            index = len(self._interruptions) - 1
-            if self._pending is None:
-                self._pending = index
-            self._add("undetected", min(self._cursor + stop.seconds, until), index)
-            self._add("stopping", until, index)
+            interruption = Interruption(stop)
+            self._interruptions.append(interruption)
+            self._pending = self._pending or interruption
+            self._add("undetected", min(self._cursor + stop.seconds, until), interruption)
+            self._add("stopping", until, interruption)
         self._ended = end is not None
         if end:
             self._add("stopping", end.time, self._pending)
@@ -223,18 +223,18 @@ class _Accountant:
 
     def account(self, end: float) -> Account:
         """The whole, up to the last event."""
-        use = "unrecorded" if self._pending is None else "stopping"
+        use = "stopping" if self._pending else "unrecorded"
         self._add("idle" if self._ended else use, end, self._pending)
         for span in self._spans:
-            if span.interruption is not None:
-                self._interruptions[span.interruption].lost += span.seconds
+            if span.interruption:
+                span.interruption.lost += span.seconds
         return Account(self._begin, end, self._spans, self._interruptions)
 
     def _add(
         self,
         use: str,
         until: float,
-        interruption: int | None = None,
+        interruption: Interruption | None = None,
         steps: tuple[int, int] = (-1, -1),
     ) -> None:
         """The time from the cursor on has this use."""
@@ -266,7 +266,7 @@ class _Accountant:
             self._add(last.use, until, steps=(last.steps[1], last.steps[1]))
         self._add("unrecorded", until)
 
-    def _go_back(self, time: float, step: int, interruption: int | None) -> None:
+    def _go_back(self, time: float, step: int, interruption: Interruption | None) -> None:
         """The run continues from this step: later steps that were computed before that time are
         computed again."""
         spans: list[TimeSpan] = []
