@@ -75,6 +75,11 @@ class _Tracked:
             return -1, 0, 0
         return self.view.step, SECTIONS.index(self.view.section), MARKS.index(self.view.mark)
 
+    def blame(self, now: float) -> tuple:
+        """The process with the lowest is blamed first."""
+        state = [*STATES, self.view.state].index(self.view.state)
+        return self.position, now - self.pulse <= NO_PULSE, state, self.since
+
 
 class Hangs:
     def __init__(self) -> None:
@@ -124,34 +129,27 @@ class Hangs:
 
     def find(self, now: float) -> Hung | None:
         """The process that has made no progress for longer than it may, if there is one."""
-        if not self._tracked:
+        tracked = [*self._tracked.values()]
+        if not tracked:
             return None
-        tracked = self._tracked
         stopped = [
-            process
-            for process, t in tracked.items()
-            if t.stopped is not None and t.last_heard - t.stopped > STOPPED
+            t for t in tracked if t.stopped is not None and t.last_heard - t.stopped > STOPPED
         ]
         # Those that the furthest ones have left behind since they were last heard of may have moved.
-        furthest, since = max((t.position[:2], t.since) for t in tracked.values())
-        known = [
-            process
-            for process, t in tracked.items()
-            if t.position[:2] == furthest or t.last_heard >= since
-        ]
-        last = min(known, key=lambda process: self._blame(process, now))
-        newest_report = max(t.last_heard for t in tracked.values())
-        if not stopped and newest_report - tracked[last].since <= self.limit(last):
+        furthest, since = max((t.position[:2], t.since) for t in tracked)
+        known = [t for t in tracked if t.position[:2] == furthest or t.last_heard >= since]
+        last = min(known, key=lambda t: t.blame(now))
+        newest_report = max(t.last_heard for t in tracked)
+        if not stopped and newest_report - last.since <= self._limit(last):
             return None
         # One that is known to be behind stopped before any whose agent is silent.
-        reached = max(t.position for t in tracked.values())
-        behind = [process for process in known if tracked[process].position < reached]
-        suspects = stopped or behind or tracked
-        return self._name(min(suspects, key=lambda process: self._blame(process, now)), now)
+        reached = max(t.position for t in tracked)
+        behind = [t for t in known if t.position < reached]
+        first = min(stopped or behind or tracked, key=lambda t: t.blame(now))
+        return _name(first, [t for t in tracked if t is not first], now)
 
-    def limit(self, process: int) -> float:
-        """How long this process may be at its position."""
-        tracked = self._tracked[process]
+    def _limit(self, tracked: _Tracked) -> float:
+        """How long a process may be at its position."""
         laps = tracked.laps
         section = tracked.view.section or "start"  # it imports, and reports nothing yet
         if section == "step" and not laps:
@@ -177,42 +175,35 @@ class Hangs:
         if usual:
             self._learned["step"] = max(usual)
 
-    def _blame(self, process: int, now: float) -> tuple:
-        """The lowest is blamed first."""
-        tracked = self._tracked[process]
-        state = [*STATES, tracked.view.state].index(tracked.view.state)
-        return tracked.position, now - tracked.pulse <= NO_PULSE, state, tracked.since
 
-    def _name(self, first: int, now: float) -> Hung:
-        tracked = self._tracked[first]
-        view = tracked.view
-        seconds = now - max(tracked.since, tracked.stopped or 0.0)
-        state = STATES.get(view.state, "")
-        no_pulse = now - tracked.pulse > NO_PULSE
-        seen = f"process {first} has been at an unknown position for {seconds:.1f} s"
-        if view.section:
-            place = f"{view.section} {view.step}" + (f" ({view.mark})" if view.mark else "")
-            seen = f"process {first} has been at {place} for {seconds:.1f} s"
-        if no_pulse and view.section:
-            seen += ", without a sign of life"
-        if state:
-            seen += f", {state} (state {view.state})"
-        others = [process for process in self._tracked if process != first]
-        blame = self._blame(first, now)[:3]
-        alike = [process for process in others if self._blame(process, now)[:3] == blame]
-        concluded = f"process {first} stopped first; {len(others)} wait for it"
-        if not others:
-            concluded = f"process {first} hangs"
-        elif alike:
-            concluded = (
-                f"process {first} and {len(alike)} others are stuck at the same point; it is not"
-                " clear which stopped first"
-            )
-        # All wait for each other in one step's program, and live.
-        in_program = view.section == "step" and view.mark in DEVICE
-        live = not no_pulse and not state
-        all_wait = 0 < len(others) == len(alike) and in_program and live
-        return Hung(first, seen, concluded, seconds, all_wait)
+def _name(first: _Tracked, others: Sequence[_Tracked], now: float) -> Hung:
+    """The hang of the process that stopped first."""
+    view, process = first.view, first.view.process
+    seconds = now - max(first.since, first.stopped or 0.0)
+    state = STATES.get(view.state, "")
+    no_pulse = now - first.pulse > NO_PULSE
+    seen = f"process {process} has been at an unknown position for {seconds:.1f} s"
+    if view.section:
+        place = f"{view.section} {view.step}" + (f" ({view.mark})" if view.mark else "")
+        seen = f"process {process} has been at {place} for {seconds:.1f} s"
+    if no_pulse and view.section:
+        seen += ", without a sign of life"
+    if state:
+        seen += f", {state} (state {view.state})"
+    alike = [other for other in others if other.blame(now)[:3] == first.blame(now)[:3]]
+    concluded = f"process {process} stopped first; {len(others)} wait for it"
+    if not others:
+        concluded = f"process {process} hangs"
+    elif alike:
+        concluded = (
+            f"process {process} and {len(alike)} others are stuck at the same point; it is not"
+            " clear which stopped first"
+        )
+    # All wait for each other in one step's program, and live.
+    in_program = view.section == "step" and view.mark in DEVICE
+    live = not no_pulse and not state
+    all_wait = 0 < len(others) == len(alike) and in_program and live
+    return Hung(process, seen, concluded, seconds, all_wait)
 
 
 def _usual(laps: Sequence[float]) -> float:
