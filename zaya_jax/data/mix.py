@@ -47,7 +47,6 @@ class Mixture:
     ) -> None:
         self.stretches = stretches
         self._skipped = skipped
-        self._first_steps = [stretch.first_step for stretch in stretches]
         self._tables = [_table(stretch.weights) for stretch in stretches]
         num_sources = len(stretches[0].weights)
         self._prefixes = [_prefix(table, num_sources) for table in self._tables]
@@ -59,7 +58,7 @@ class Mixture:
 
     def stretch_of(self, step: int) -> tuple[int, Stretch]:
         """The stretch of a step, with its number."""
-        number = bisect.bisect_right(self._first_steps, step) - 1
+        number = bisect.bisect_right(self.stretches, step, key=lambda s: s.first_step) - 1
         assert number >= 0  # a fork has no steps before its own
         return number, self.stretches[number]
 

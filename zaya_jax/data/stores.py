@@ -1,7 +1,6 @@
 """Opens the data behind a path of the config as a store of tokens. Text and chats are tokenised
 once per program; prepared shards are opened at each call."""
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,6 @@ class MemoryStore:
         files: Iterable[object] = (),
         are_pairs: bool = False,
     ) -> None:
-        self._are_pairs = are_pairs
         self.name = name
         self.block = block
         self.fingerprint = fingerprint
@@ -43,11 +41,8 @@ class MemoryStore:
         self.files = frozenset(files)  # the identities of the files that the text is from
         self.num_tokens = len(block)
         self.first_token = np.array([0, len(block)], np.int64)
-
-    @functools.cached_property
-    def _lengths(self) -> np.ndarray:
-        starts = np.flatnonzero(self.block.starts)[:: 2 if self._are_pairs else 1]
-        return np.diff(np.append(starts, len(self.block)))
+        starts = np.flatnonzero(block.starts)[:: 2 if are_pairs else 1]
+        self._lengths = np.diff(np.append(starts, len(block)))
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document, or of both of a pair."""
