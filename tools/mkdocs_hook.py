@@ -10,7 +10,6 @@ an error.
 import logging
 import posixpath
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0]
         return begin + posixpath.relpath(site_name(target), folder or ".") + anchor
 
-    return outside_code(markdown, lambda text: LINK.sub(changed, text))
+    parts = CODE.split(markdown)
+    return "".join(part if CODE.fullmatch(part) else LINK.sub(changed, part) for part in parts)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
@@ -87,12 +87,8 @@ def repository_path(file: File, link: str) -> str | None:
     here."""
     if re.match(r"[a-z]+:", link) or file.src_uri.startswith("source/"):
         return None
-    return posixpath.normpath(posixpath.join(posixpath.dirname(source_path(file)), link))
-
-
-def source_path(file: File) -> str:
-    """The path of a page's text in the repository."""
-    return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
+    page = file.src_uri if file.generated_by else f"docs/{file.src_uri}"
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def site_name(target: str) -> str:
@@ -108,8 +104,3 @@ def source_page(path: Path) -> str:
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     head = f"---\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
     return f"{head}{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}\n{fence}\n"
-
-
-def outside_code(markdown: str, change: Callable[[str], str]) -> str:
-    """A page whose text outside code is changed."""
-    return "".join(part if CODE.fullmatch(part) else change(part) for part in CODE.split(markdown))
