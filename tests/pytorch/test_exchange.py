@@ -225,10 +225,13 @@ def test_host_memory_stays_near_one_shard(tmp_path):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     with serving() as found:
-        monkeypatch.setattr(constants, "ENDPOINT", found.address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+        for name, value in {
+            "ENDPOINT": found.address,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+            "HF_TOKEN_PATH": str(tmp_path / "no token"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield found
 
@@ -275,10 +278,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_what_cannot_be_pushed_is_refused_in_a_line(called, server, golden_dir, tmp_path, command):
-    shard = {"model-00001-of-00002.safetensors": b""}
-    chat = {"chat_template.jinja": b""}
-    for name, files in (("ann/public", {}), ("ann/sharded", shard), ("ann/chat", chat)):
-        server.repositories[name] = {"id": name, "private": False, "files": dict(files)}
+    for name, files in {
+        "ann/public": {},
+        "ann/sharded": {"model-00001-of-00002.safetensors": b""},
+        "ann/chat": {"chat_template.jinja": b""},
+    }.items():
+        server.repositories[name] = {"id": name, "private": False, "files": files}
     expected, says = REFUSED[command]
     out = tmp_path / "new"
     command = command.replace("BASE", str(golden_dir / "base")).replace("NEW", str(out))
