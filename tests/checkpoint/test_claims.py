@@ -136,10 +136,10 @@ WAYS = [
 def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
     before = content(tmp_path)
     for way in WAYS:
-        given = Checkpoint(durable=way.format(run=workdir, top=tmp_path))
-        check_refused(r"overlap.*choose a separate place", store.Store, workdir, given, print)
-    given = Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints")
-    check_refused("overlap", store.Store, tmp_path / "new", given, print)  # it is not there yet
+        keys = Checkpoint(durable=way.format(run=workdir, top=tmp_path))
+        check_refused(r"overlap.*choose a separate place", store.Store, workdir, keys, print)
+    keys = Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints")
+    check_refused("overlap", store.Store, tmp_path / "new", keys, print)  # it is not there yet
     assert content(tmp_path) == before
     store.Store(workdir, Checkpoint(durable=str(tmp_path / "runs")), print).close()
     assert not claims.overlap(tmp_path / "new", tmp_path / "newer")
@@ -173,11 +173,11 @@ def test_a_new_folder_is_whole_or_absent_and_a_link_to_it_stays(workdir, tmp_pat
 
 
 def settings(**keys):
-    given = config.default()
-    given.update_from_flattened_dict(
+    keys = config.default()
+    keys.update_from_flattened_dict(
         {name.replace("__", "."): value for name, value in keys.items()}
     )
-    return config.check(given)
+    return config.check(keys)
 
 
 def train_run(folder, steps=(2, 4), plus=0, **keys):

@@ -77,12 +77,12 @@ cut_off = Mock(side_effect=OSError("dead"))
 
 
 def test_there_and_back(place, tmp_path):
-    here = Vault(train(tmp_path / "run", 5))
+    local = Vault(train(tmp_path / "run", 5))
     vault, files = Vault(place), files_of(place)
-    listed = here.read_seal(5)
+    listed = local.read_seal(5)
     names = [name for name in listed.files if name != layout.COMMITTED]
     for some in (names[::2], names[3::2]):  # as two processes do
-        here.copy(5, some, vault)
+        local.copy(5, some, vault)
     files.pipe_file(f"5/{names[0]}", b"half")
     says = f"lacks 2 of {len(listed.files)} files, such as {names[0]}"
     check_storage_error(says, vault.complete, 5, listed)
@@ -91,7 +91,7 @@ def test_there_and_back(place, tmp_path):
     assert (vault.steps(), vault.unfinished()) == ([], [5])
     vault.remove(5)
     assert (files.find(""), vault.numbered()) == ([], [])
-    here.copy(5, names, vault)
+    local.copy(5, names, vault)
     vault.complete(5, listed)
     assert (vault.steps(), vault.unfinished(), vault.read_seal(5)) == ([5], [], listed)
     assert {*files.find("")} == {f"5/{name}" for name in [*listed.files, layout.SEAL_FILE]}
@@ -206,11 +206,11 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
         opened(tmp_path / "fourth", place, on_corrupt="previous").find_newest,
     )
     # Steps that the rules delete go there too.
-    one = opened(tmp_path / "run", place, keep=1)
-    one.find_newest()
-    one.wait()  # the step whose copy is looked at would stay until the next save
-    save(one, 7)
-    assert one.close() == [] and vault.steps() == [7]
+    checkpoints = opened(tmp_path / "run", place, keep=1)
+    checkpoints.find_newest()
+    checkpoints.wait()  # the step whose copy is looked at would stay until the next save
+    save(checkpoints, 7)
+    assert checkpoints.close() == [] and vault.steps() == [7]
 
 
 @pytest.mark.parametrize("place", ["folder", slow("s3")], indirect=True)
@@ -251,15 +251,15 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
         check_refused(r"run than .*/new \(it has another learning rate\)", new.find_newest)
         assert folders.numbered(tmp_path / "new" / "checkpoints") == []
     accepts = Mock()
-    one = opened(tmp_path / "same", place, check_meta=accepts)
-    assert one.find_newest() == 5 and one.close() == []
+    checkpoints = opened(tmp_path / "same", place, check_meta=accepts)
+    assert checkpoints.find_newest() == 5 and checkpoints.close() == []
     assert accepts.call_args.args[0]["step"] == 5
     assert files.cat(files.find("")) == before
     # Where the name is lost, no run takes the place.
     files.rm_file(seal.RUN)
     for workdir in ("run", "stranger", "another"):
-        one = opened(tmp_path / workdir, place)
-        check_refused(r"holds step 5, and no \.run tells whose it is", one.find_newest)
+        checkpoints = opened(tmp_path / workdir, place)
+        check_refused(r"holds step 5, and no \.run tells whose it is", checkpoints.find_newest)
 
 
 @pytest.fixture
@@ -287,12 +287,12 @@ def test_a_copy_whose_list_is_whole_is_completed(run, how):
 
 def test_wrong_steps_cost_no_copy_and_are_never_fetched(run, tmp_path, capsys):
     root, copies = run
-    before, own = content(copies), tmp_path / "own"
+    before, copy = content(copies), tmp_path / "copy"
     other = train(tmp_path / "other", 4, 8, plus=5)
-    shutil.copytree(root, own)
+    shutil.copytree(root, copy)
     for wrong, words in (
         (other / "4", r"checksums.json is of run \w+, not of run"),
-        (own / "6", r"checksums.json is of step 6"),
+        (copy / "6", r"checksums.json is of step 6"),
     ):
         put_in_place(root / "4", wrong)
         assert start(root, copies) == (6, [])

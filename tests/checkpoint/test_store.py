@@ -119,9 +119,9 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
     for parts in writers.parts.values():  # each process in turn, with what its devices have
         copies = {"bucket": {}}
         for part in parts:
-            own = np.zeros((cut, 4), np.float32)
-            part.view(own)[:] = whole[part.box]
-            copies["bucket"][part.device] = own
+            device_part = np.zeros((cut, 4), np.float32)
+            part.view(device_part)[:] = whole[part.box]
+            copies["bucket"][part.device] = device_part
         found = writing.write_parts(
             tmp_path / "1", writers.arrays, parts, copies, writing.StageTimer()
         )
@@ -132,10 +132,12 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
     sums |= writing.write_files(tmp_path / "1", frame)
     writing.write_files(tmp_path / "1", {layout.SEAL_FILE: seal.Seal(sums, 1).to_bytes()})
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
-    one = jax.ShapeDtypeStruct(
+    like_whole = jax.ShapeDtypeStruct(
         whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
     )
-    np.testing.assert_array_equal(SealedSource(tmp_path / "1").restore({"w": one})["w"], whole)
+    np.testing.assert_array_equal(
+        SealedSource(tmp_path / "1").restore({"w": like_whole})["w"], whole
+    )
 
 
 class Killed(BaseException):

@@ -76,7 +76,7 @@ def test_a_row_for_each_data(score, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--model={golden}", "--data={data}"], "has no tokenizer"),
         (["--model={golden}"], "has no held-out text; give --data or --tasks"),
@@ -92,11 +92,11 @@ def test_a_row_for_each_data(score, data, tmp_path):
     ],
 )
 def test_wrong_options_are_one_line_and_nothing_is_written(
-    call, folder, data, golden_dir, tmp_path, given, message
+    call, folder, data, golden_dir, tmp_path, options, message
 ):
     (data / "empty.txt").write_text("")
-    given = [option.format(data=data, golden=golden_dir / "base") for option in given]
-    code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
+    options = [option.format(data=data, golden=golden_dir / "base") for option in options]
+    code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *options)
     assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(message, err), err
     assert not (tmp_path / "out").exists()
 
@@ -105,9 +105,9 @@ def test_samples_are_of_the_evaluation_beside_them(score, data, tmp_path):
     samples = tmp_path / "out" / "samples.jsonl"
     samples.parent.mkdir()
     samples.write_text("of another user\n")
-    for kept in (True, False):  # now it is of an evaluation
+    for stays in (True, False):  # now it is of an evaluation
         score(f"--data={data}/a.txt")
-        assert samples.exists() == kept
+        assert samples.exists() == stays
 
 
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):
@@ -224,19 +224,19 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
-    own = tokenizers.load("bytes")
+    tokenizer = tokenizers.load("bytes")
     if kind == "bpe":
-        own = tokenizers.train_bpe(["2+2? user " * 30], 265)
+        tokenizer = tokenizers.train_bpe(["2+2? user " * 30], 265)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
-    made, _ = chat_template.Template(own).encode_within(chat.parse_chat(MESSAGES), None)
+    (document,) = texts.documents(str(tmp_path / "a.jsonl"), tokenizer)
+    made, _ = chat_template.Template(tokenizer).encode_within(chat.parse_chat(MESSAGES), None)
     np.testing.assert_array_equal(document.tokens, made.tokens)
     np.testing.assert_array_equal(document.predicted, made.predicted)
     learnt = document.tokens[document.predicted].tolist()
-    assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
+    assert tokenizer.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
     figures = texts.evaluate(Even(), [document], 16)
     assert figures["tokens"] == len(learnt) < len(document.tokens) - 10
-    assert figures["bytes"] == len(own.decode(learnt).encode())
+    assert figures["bytes"] == len(tokenizer.decode(learnt).encode())
 
 
 def test_prepared_data_are_their_files(tmp_path, tokenizer):
@@ -254,7 +254,7 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer):
         str(plain(document))
         for document in texts.documents(str(tmp_path / "in"), tokenizer, skipped=notes.append)
     }
-    assert len(notes) == len(blank) and all("empty" in one for one in notes)
+    assert len(notes) == len(blank) and all("empty" in note for note in notes)
     held_out = list(texts.documents(str(tmp_path / "out"), tokenizer))
     train = list(
         texts._of_store(prepared_store.PreparedStore(str(tmp_path / "out"), "train"), "", tokenizer)
@@ -298,15 +298,15 @@ def test_rows_are_scored_as_the_public_implementation_does(case, golden_dir):
     expected = load_file(golden_dir / case / "expected.safetensors")
     ids, logits = expected["input_ids"], expected["logits"].astype(np.float64)
     found = Scorer(zj.load(golden_dir / case))(
-        [TokenRow(own.tolist(), first) for own, first in zip(ids, (1, 7), strict=True)]
+        [TokenRow(row.tolist(), first) for row, first in zip(ids, (1, 7), strict=True)]
     )
-    for own, first, theirs, (log_probs, likeliest) in zip(ids, (1, 7), logits, found, strict=True):
+    for row, first, theirs, (log_probs, likeliest) in zip(ids, (1, 7), logits, found, strict=True):
         theirs = theirs[first - 1 : -1]
         wanted = theirs - np.log(np.exp(theirs).sum(-1, keepdims=True))
         np.testing.assert_allclose(
-            log_probs, wanted[np.arange(len(wanted)), own[first:]], rtol=0, atol=1e-4
+            log_probs, wanted[np.arange(len(wanted)), row[first:]], rtol=0, atol=1e-4
         )
-        np.testing.assert_array_equal(likeliest, wanted.argmax(-1) == own[first:])
+        np.testing.assert_array_equal(likeliest, wanted.argmax(-1) == row[first:])
 
 
 def test_batch_and_order_change_nothing(model):
