@@ -133,9 +133,8 @@ def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> d
 
 def _work(case: StepCase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
-    rows = []
+    rows, every = [], work.list_work(case)
     useful = chips.flops_by_scope(case.model, case.config.data.seq_len)
-    every = work.list_work(case)
     for scope in dict.fromkeys(part.scope for part in every):
         parts = [part for part in every if part.scope == scope]
         rows.append(
