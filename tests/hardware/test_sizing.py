@@ -31,11 +31,10 @@ def read(name):
 def changed(**keys):
     """ZAYA1's model in one phase of 4096 tokens, 16,384 at once on each of eight devices."""
     raw = config.default()
-    raw.model.max_position_embeddings = 1 << 20
-    raw.data.global_batch, raw.data.micro_batch = 512, 32
-    for name, value in keys.items():
-        group, key = name.split("__")
-        raw[group][key] = value
+    raw.update_from_flattened_dict(
+        {"model.max_position_embeddings": 1 << 20, "data.global_batch": 512, "data.micro_batch": 32}
+        | {name.replace("__", "."): value for name, value in keys.items()}
+    )
     return config.check(raw)
 
 

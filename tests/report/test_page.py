@@ -159,12 +159,14 @@ def test_updates_that_were_clipped_are_drawn_as_a_share(tmp_path):
     assert "of the steps <b>100 %</b>" in picture
 
 
-def test_a_run_without_a_complete_step(tmp_path):
-    for content in (None, "", "\n\n", '{"step": 1, "lo'):
-        if content is not None:
-            (tmp_path / "metrics.jsonl").write_text(content)
-        source, text = drawn(tmp_path)
-        assert "<figure" not in source and "metrics.jsonl" in text
+@pytest.mark.parametrize(
+    "files", [{}, *({"metrics.jsonl": content} for content in ("", "\n\n", '{"step": 1, "lo'))]
+)
+def test_a_run_without_a_complete_step(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    source, text = drawn(tmp_path)
+    assert "<figure" not in source and "metrics.jsonl" in text
 
 
 @pytest.mark.parametrize(
