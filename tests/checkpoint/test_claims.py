@@ -173,11 +173,11 @@ def test_a_new_folder_is_whole_or_absent_and_a_link_to_it_stays(workdir, tmp_pat
 
 
 def settings(**keys):
-    keys = config.default()
-    keys.update_from_flattened_dict(
+    defaults = config.default()
+    defaults.update_from_flattened_dict(
         {name.replace("__", "."): value for name, value in keys.items()}
     )
-    return config.check(keys)
+    return config.check(defaults)
 
 
 def train_run(folder, steps=(2, 4), plus=0, **keys):
