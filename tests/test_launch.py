@@ -17,12 +17,13 @@ from experiments.prepare_data import __main__ as prepare_data
 from zaya_jax import cli
 from zaya_jax.cluster import connections, multihost
 
-LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCH = ROOT / "launch"
 SHELLS = (
     LAUNCH / "slurm.sbatch",
     LAUNCH / "prepare.sbatch",
-    LAUNCH.parent / ".ci" / "run",
-    *(LAUNCH.parent / "tools").glob("*.sh"),
+    ROOT / ".ci" / "run",
+    *(ROOT / "tools").glob("*.sh"),
 )
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")  # no wheel of it on aarch64
 
@@ -37,6 +38,12 @@ def job_of(jobset):
     job = replicated["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     return replicated, job, container, {v["name"]: v.get("value") for v in container["env"]}
+
+
+def rule(action, container, *codes):
+    """What Kubernetes does where a container ends with one of these codes."""
+    said = {"containerName": container["name"], "operator": "In", "values": [*codes]}
+    return {"action": action, "onExitCodes": said}
 
 
 @pytest.mark.parametrize("path", SHELLS, ids=lambda path: path.name)
@@ -64,11 +71,9 @@ def test_the_jobset_names_its_parts_consistently(jobset):
     assert str(supervise.workdir_of(training)).startswith("/runs/")
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    rules = job["podFailurePolicy"]["rules"]
-    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
-    assert [(rule["action"], rule["onExitCodes"]["values"]) for rule in rules] == [
-        ("Ignore", [cli.PREEMPTED]),
-        ("FailJob", [cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE]),
+    assert job["podFailurePolicy"]["rules"] == [
+        rule("Ignore", container, cli.PREEMPTED),
+        rule("FailJob", container, cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE),
     ]
     (secret,) = [v for v in container["env"] if v["name"] == connections.SECRET]
     reference = secret["valueFrom"]["secretKeyRef"]
@@ -86,7 +91,7 @@ def test_the_image_has_what_the_templates_start(jobset, tmp_path):
     shell.write_text("#!/bin/sh\nEXTRAS=rocm\n" + "\n".join(commands) + "\n")
     test_the_projects_shells_parse_and_lint(shell)
     copied = re.findall(r"^!(.*)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M)
-    assert all((LAUNCH.parent / name).exists() for name in copied)
+    assert all((ROOT / name).exists() for name in copied)
     # setup.sh reads these
     assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(copied)
     assert {
@@ -186,9 +191,7 @@ def test_parts_and_the_last_job_under_kubernetes_are_one_preparation(monkeypatch
     for job in (parts, last):
         spec = job["template"]["spec"]
         (container,) = spec["template"]["spec"]["containers"]
-        (rule,) = spec["podFailurePolicy"]["rules"]
-        assert rule["onExitCodes"]["values"] == [cli.BAD_INPUT]
-        assert rule["onExitCodes"]["containerName"] == container["name"]
+        assert spec["podFailurePolicy"]["rules"] == [rule("FailJob", container, cli.BAD_INPUT)]
         assert container["command"][1:3] == ["-m", "experiments.prepare_data"]
         volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
@@ -239,9 +242,6 @@ def test_slurm_starts_again_what_a_person_need_not_mend(tmp_path):
     assert ended(137, SLURM_RESTART_COUNT="2") == (0, "requeue 7\n")
     assert ended(137, SLURM_RESTART_COUNT="3") == (137, "")
     assert ended(cli.BAD_INPUT) == (cli.BAD_INPUT, "")
-
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
