@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_architecture import modules
+from test_architecture import imports, modules
 
 import zaya_jax
 import zaya_jax as zj
@@ -41,6 +41,10 @@ def tree() -> set[str]:
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {normal(re.match(r"[\w.-]+", line)[0]) for line in requirements}
 
 
 # ################################################################################################
@@ -75,15 +79,12 @@ def test_the_version_is_one():
 def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_development():
     def pinned(name):
         lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-        return {normal(line.split("==")[0]) for line in lines if "==" in line}
-
-    def declared(lines):
-        return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines}
+        return names_of([line for line in lines if "==" in line])
 
     base, dev = pinned("base"), pinned("dev")
     extras = PROJECT["project"]["optional-dependencies"]
-    assert declared(PROJECT["project"]["dependencies"]) <= base
-    assert declared(extras["dev"]) - base <= dev and not base & dev
+    assert names_of(PROJECT["project"]["dependencies"]) <= base
+    assert names_of(extras["dev"]) - base <= dev and not base & dev
     assert not base & {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "moto", "flask"}
 
 
@@ -91,26 +92,20 @@ def test_what_the_packages_import_is_declared_and_no_more():
     """At a module's top: nothing of the development set is needed to import what training
     imports."""
     known = importlib.metadata.packages_distributions()
-    declared = {
-        normal(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["project"]["dependencies"]
-    }
+    declared = names_of(PROJECT["project"]["dependencies"])
     below = {"ml-dtypes": "jax", "jaxlib": "jax", "psutil": "grain"}
+    there = {*PACKAGES, *sys.stdlib_module_names}
     foreign, used = set(), set()
     for module, path in modules():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for top in {name.split(".")[0] for name in names} - {
-                *PACKAGES,
-                *sys.stdlib_module_names,
-            }:
-                given_by = {below.get(normal(name), normal(name)) for name in known.get(top, [])}
-                used |= given_by
-                if node in tree.body and not given_by & declared:
-                    foreign.add((module, top))
+        at_top = {node.lineno for node in ast.parse(path.read_text(encoding="utf-8")).body}
+        for line, name in imports(module, path):
+            package = name.split(".")[0]
+            given_by = {below.get(x, x) for x in names_of(known.get(package, []))}
+            used |= given_by
+            if line in at_top and package not in there and not given_by & declared:
+                foreign.add((module, name))
     assert not foreign
-    assert not declared - used
+    assert declared <= used
 
 
 # ################################################################################################
