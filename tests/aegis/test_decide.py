@@ -289,6 +289,12 @@ SCENES = {
         [Start(1, (0,)), Command.SAVE, EndAll(75, ANY)],
         {},
     ),
+    "a node that comes back during the check is tested before it starts": (
+        {"nodes": 2, "agents": 3, "check": True},
+        [AgentLost(0, "gone"), AgentConnected(0, "host0"), Ready(0), NodesChecked((), 4.0)],
+        [CheckNodes((0, 1)), CheckNodes((1, 2)), CheckNodes((0, 1))],
+        {},
+    ),
     "a wish to stop during the check": (
         {"nodes": 1, "check": True},
         [StopRequested("SIGTERM")],
@@ -336,11 +342,12 @@ CHANCES = {  # of what comes next, in thousandths
     "hang": 100,
     "stacks": 100,
     "loss": 20,
+    "return": 20,
     "death": 30,
     "save": 50,
     "step": 30,
     "stop": 1,
-    "nothing": 169,
+    "nothing": 149,
 }
 
 
@@ -362,21 +369,22 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
     )
     decider, agents = Decider(rules, 0.0), range(rules.agents)
     there, running, lost, dead = set(), set(), set(), set()  # of dead ones no answer comes any more
-    checked, killed, saved, over = not rules.check, False, 0, None
+    asked, passed, killed, saved, over = (), (), False, 0, None  # nodes of the last check
 
     def give(*facts):
-        nonlocal killed, over, checked
+        nonlocal asked, passed, killed, over
         for action in [action for fact in facts for action in decider.take(fact, now)]:
             assert over is None, "it acts after its end"
             match action:
                 case CheckNodes(chosen):
                     assert rules.check and set(chosen) <= there and not running
-                    checked = False
+                    asked = chosen
                 case Start(_, chosen):
-                    assert checked and not running and rules.min_nodes <= len(chosen) <= nodes
+                    assert passed == chosen or not rules.check
+                    assert not running and rules.min_nodes <= len(chosen) <= nodes
                     assert set(chosen) <= there - lost - decider.excluded.keys(), "one is out"
                     running.update(chosen)
-                    checked, killed = not rules.check, False
+                    passed, killed = (), False
                 case Command.KILL:
                     killed = True
                 case Disconnect(node):
@@ -403,7 +411,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         now += rng.choice((0.0, 0.1, 1.0, 5.0, 30.0, 130.0))
         node, often = rng.choice(agents), rng.random() < 0.7
         if decider.state == "checking" and often:
-            checked = True
+            passed = asked
             found = [(rng.randrange(-1, len(agents)), finding()) for _ in range(rng.randrange(3))]
             give(NodesChecked(tuple(found), 1.0))
         (event,) = rng.choices([*CHANCES], CHANCES.values())
@@ -422,6 +430,9 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
                 lost.add(node)
                 running.discard(node)
                 give(AgentLost(node, "gone"))
+            case "return" if node in lost - dead:
+                lost.discard(node)
+                give(AgentConnected(node, f"h{node}"), Ready(node))
             case "death" if running:
                 dead.add(node)
             case "save" if saved < 50:
