@@ -75,11 +75,9 @@ def test_phases_of_one_name_are_all_compiled():
 
 def test_it_compiles_the_step_that_pretrain_runs(small):
     """The program for arrays as `pretrain` has them is the one for their shapes, to the letter."""
-    space: dict = {}
-    exec(small.read_text(), space)
-    of = config.check(space["get_config"]())
-    segment = schedule.make_plan(of).segments[0]
-    phase = schedule.phase_config(of, segment.phase)
+    whole = config.read_config(str(small))
+    segment = schedule.make_plan(whole).segments[0]
+    phase = schedule.phase_config(whole, segment.phase)
     mesh = make_mesh(config.Mesh(), jax.devices()[:2])
     setup = states.set_up(phase, mesh)
     rows = dict.fromkeys(
