@@ -119,8 +119,7 @@ def test_waiting_is_measured(corpus):
         return batch
 
     ahead = sent(make_config(path=str(corpus)), slow)
-    for _ in range(10):
-        next(ahead)
+    take(ahead, 10)
     assert ahead.metrics()["data/wait_fraction"] > 0.5
     for _ in range(10):
         time.sleep(0.05)  # a step that is slower than the data never waits

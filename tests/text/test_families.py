@@ -240,18 +240,24 @@ def test_reasoning_inside_a_content_stays_as_it_was_given(family, content, writt
     assert written in learnt(tok, document)[0]
 
 
-def test_chats_with_tools_take_the_template_for_tools():
-    named = [{"name": "default", "template": FAMILIES["chatml"]}]
-    named += [{"name": "tool_use", "template": FAMILIES["qwen_25"]}]
-    turns = chat.parse_chat(
-        [*chat.leading_turns({"tools": TOOLS}), user("q"), answer("", tool_calls=[CALL])]
-    )
-    in_config = tokenizer_of("", {"chat_template": named})
-    beside = tokenizer_of(FAMILIES["chatml"], **{tokenizers.TOOLS_FILE: FAMILIES["qwen_25"]})
-    for tok in (in_config, beside):
-        form = chat_template.Template(tok)
-        assert "# Tools" in form.render(turns) and "find_sum" in form.render(turns)
-        assert form.render(turns[1:2]) == "<|im_start|>user\nq<|im_end|>\n"
+NAMED = [
+    {"name": "default", "template": FAMILIES["chatml"]},
+    {"name": "tool_use", "template": FAMILIES["qwen_25"]},
+]
+
+
+@pytest.mark.parametrize(
+    "tok",
+    [
+        tokenizer_of("", {"chat_template": NAMED}),
+        tokenizer_of(FAMILIES["chatml"], **{tokenizers.TOOLS_FILE: FAMILIES["qwen_25"]}),
+    ],
+    ids=["in the config", "beside it"],
+)
+def test_chats_with_tools_take_the_template_for_tools(tok):
+    form, turns = chat_template.Template(tok), chat.parse_chat(CALLED)
+    assert "# Tools" in form.render(turns) and "find_sum" in form.render(turns)
+    assert form.render(turns[1:2]) == "<|im_start|>user\nq<|im_end|>\n"
 
 
 BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
@@ -272,14 +278,11 @@ def test_a_generation_block_whose_place_is_not_known_is_refused(source):
     )
 
 
-def test_a_name_that_is_null_is_no_mark():
-    source = "{{ bos_token }}{{ messages[0].content }}"
-    for settings, begin in (({"bos_token": None}, ""), ({}, "<|bos|>")):
-        tok = tokenizer_of(source, settings)
-        assert (
-            chat_template.Template(tok).render(chat.parse_chat([user("q"), answer("a")]))
-            == begin + "q"
-        )
+@pytest.mark.parametrize(("settings", "begin"), [({"bos_token": None}, ""), ({}, "<|bos|>")])
+def test_a_name_that_is_null_is_no_mark(settings, begin):
+    tok = tokenizer_of("{{ bos_token }}{{ messages[0].content }}", settings)
+    written = chat_template.Template(tok).render(chat.parse_chat([user("q"), answer("a")]))
+    assert written == f"{begin}q"
 
 
 def test_many_turns_cost_a_few_renderings(monkeypatch):

@@ -8,6 +8,7 @@ begins reasoning), written for this test.
 
 from pathlib import Path
 
+import pytest
 from chat_families import tokenizer_of
 from refusals import check_error, check_refused
 
@@ -99,13 +100,16 @@ def test_what_a_template_refuses_is_one_line():
         "refuses this conversation: a role that is not known: developer;",
         lambda: chat_template.Template(OWN).encode_within(odd, None),
     )
-    # and reaches nothing of Python's
-    for bad in ("{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"):
-        spoilt = tokenizer_of(bad)
-        check_refused(
-            "the model's chat template",
-            lambda own=spoilt: chat_template.Template(own).prompt_ids(chat.parse_chat(TALK)),
-        )
+
+
+@pytest.mark.parametrize(
+    "bad", ["{% if %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"]
+)
+def test_a_template_that_is_none_or_reaches_into_python_is_refused(bad):
+    check_refused(
+        "the model's chat template",
+        lambda: chat_template.Template(tokenizer_of(bad)).prompt_ids(chat.parse_chat(TALK)),
+    )
 
 
 def test_a_talk_sees_what_the_template_makes_of_it():
