@@ -273,8 +273,11 @@ def test_a_field_that_is_asked_for_is_a_text():
     assert inputs.TextOrChat("output").content(record) == "the text"
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_a_map_of_arrow_s_is_an_object(tmp_path, form):
+@pytest.mark.parametrize(
+    ("name", "write_table"),
+    [("a.parquet", pyarrow.parquet.write_table), ("a.arrow", pyarrow.feather.write_feather)],
+)
+def test_a_map_of_arrow_s_is_an_object(tmp_path, name, write_table):
     types = pyarrow.map_(pyarrow.string(), pyarrow.string())
     types = pyarrow.struct([("name", pyarrow.string()), ("arguments", types)])
     types = pyarrow.struct(
@@ -283,12 +286,8 @@ def test_a_map_of_arrow_s_is_an_object(tmp_path, form):
     call = {"name": "find", "arguments": [("city", "Rome"), ("unit", None)]}
     turns = [QUESTION, {"role": "assistant", "function_call": call}]
     table = pyarrow.table({"messages": pyarrow.array([turns], pyarrow.list_(types))})
-    path = str(tmp_path / f"a.{form}")
-    if form == "parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        pyarrow.feather.write_feather(table, path, compression="uncompressed")
-    (sample,) = samples_of(path)
+    write_table(table, tmp_path / name)
+    (sample,) = samples_of(tmp_path / name)
     (call,) = sample.content[1].extra_fields["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Rome"}
 
