@@ -213,6 +213,7 @@ def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, sourc
     path = out / ".work" / "task-00004.json"
     record = json.loads(path.read_text())
     record["made"][which] = "other"
+    damage(out / record["shards"][0]["file"], 100)
     path.write_text(json.dumps(record))
     sorted(out.glob("train-*.tokens"))[3].unlink()  # and a shard that is gone
     prepared(options, out)
