@@ -115,6 +115,8 @@ def test_a_template_whose_turns_must_alternate_refuses_results():
         ),
         *((family, REASONED, "the last reasoning") for family in NO_REASONING),
         ("llama_3", [user("q"), answer("", tool_calls=[CALL])], "a call"),
+        ("llama_31", [*CALLED[1:3], {"role": "tool", "content": 'say "4"'}, answer("4")], ""),
+        ("gpt_oss", [*CALLED[1:3], {"role": "tool", "content": 'say "4"'}, answer("4")], ""),
         ("command_r", [user("q"), answer("x"), {"role": "tool", "content": "4"}], "a result"),
         (
             "mistral_v3",
@@ -197,6 +199,15 @@ def weighted(first, second):
         (MERGES_IN_A_BLOCK, weighted(1, 1), ["onetwo</s>"], (2, 0)),
         (MERGES_IN_A_BLOCK, weighted(0, 1), None, None),
         (MERGES_IN_A_BLOCK, weighted(1, 0), None, None),
+        # a first answer has its space and its tag; an empty one is no part of the next one
+        (FAMILIES["chatml"], [answer("  a")], ["  a<|im_end|>"], (1, 0)),
+        (
+            FAMILIES["chatml"],
+            [answer("a", reasoning="r")],
+            ["<think>\nr\n</think>\n\na<|im_end|>"],
+            (1, 0),
+        ),
+        (MERGES_BLOCKS, [user("q"), answer(""), answer("b")], ["b</s>"], (2, 0)),
     ],
 )
 def test_answers_alone_are_learnt_however_a_template_writes_them(source, turns, runs, counts):
