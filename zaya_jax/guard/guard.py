@@ -135,7 +135,7 @@ class Guard:
             if len(finding.weights) > MOST_WEIGHTS:
                 weights += f" and {len(finding.weights) - MOST_WEIGHTS} more"
             return decisions.after_mismatch(step, self._clean, saved, self._steps_before) | {
-                "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (of"
+                "seen": f"{in_words(devices, hosts)} computes wrongly: {finding.why} (in"
                 f" {weights})",
                 "reproduces": finding.kind == "disagrees",
                 "devices": [int(device.id) for device in devices],

@@ -130,7 +130,8 @@ class Replay:
             others = [compute() for _ in range(REPEATS - 2)]
             if not all_but_one_agree([first, second, *others]):
                 why = (
-                    f"in {REPEATS} computations of the same gradients more than one gave other bits"
+                    f"more than one of {REPEATS} computations of the same gradients got different"
+                    " bits"
                 )
                 finding = dataclasses.replace(finding, kind="irreproducible", why=why)
         if finding or self._spread.data == 1:
@@ -189,11 +190,13 @@ def differs_from_itself(
     weights = _weights(wrong.any((0, 1)), names)
     if len(guilty) > max(parts / 2, 1):
         why = (
-            f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no"
-            " device's fault"
+            f"{len(guilty)} of {parts} parts of the mesh computed the same gradients twice and got"
+            " different bits, which is no single device's fault"
         )
         return Mismatch("irreproducible", devices, weights, why)
-    return Mismatch("unstable", devices, weights, "computed twice, it gave other bits")
+    return Mismatch(
+        "unstable", devices, weights, "it computed the same gradients twice and got different bits"
+    )
 
 
 def all_but_one_agree(results: list[np.ndarray]) -> bool:
@@ -228,11 +231,11 @@ def differs_from_others(
     # Back to the places of the batch that did not move.
     moved = np.roll(results[1].reshape(parts, group, -1), -1, axis=0)
     wrong = (results[0].reshape(moved.shape) != moved).any((0, 1)) & compared
-    why = "others computed the same part of the batch, and gave other bits"
+    why = "others computed the same part of the batch and got different bits"
     if parts == 2:
         why = (
-            "two data shards gave other bits for the same part of the batch, and a third to decide"
-            " is not there"
+            "two data shards got different bits for the same part of the batch, and there is no"
+            " third to decide"
         )
     return Mismatch("disagrees", _devices_of(guilty, group), _weights(wrong, names), why)
 
