@@ -201,7 +201,7 @@ CASES += [
 def test_a_right_step_is_within_its_formats_limits(devices, micro_batches, keys):
     wrong, said = tried(given(**keys), devices, micro_batches)
     assert not wrong
-    assert len(said) == 1 and said[0].startswith("the step was tried on this machine: right")
+    assert len(said) == 1 and said[0].startswith("the step was tried on this machine and is right")
 
 
 @pytest.mark.slow

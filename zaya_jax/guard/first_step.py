@@ -225,7 +225,7 @@ def try_step(config: Config, mesh: Mesh, micro_batches: int, say: Callable[[str]
             "error: the step is wrong on this machine. It differs from a CPU's numbers:"
             f" {'; '.join(wrong[:3])}{more}. {_diagnose(config, mesh, micro_batches, target)}"
         )
-    say(f"the step was tried on this machine: right, {time.monotonic() - begin:.0f} s")
+    say(f"the step was tried on this machine and is right ({time.monotonic() - begin:.0f} s)")
     with contextlib.suppress(OSError):  # then the next start tries it again
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
