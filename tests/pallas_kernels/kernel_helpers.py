@@ -2,12 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import chip
 
 CPU, XLA = chip.Chip("cpu", "cpu"), chip.Chip("gpu", "gfx942", ())
 MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")  # interpreted
 CHIPS = {"cpu": CPU, "xla": XLA, "kernels": MI300X}
+# Parametrizes a test that takes each kind of chip's implementation.
+EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 
 
 def normal(rng, *shape, dtype=jnp.float32):

@@ -11,7 +11,7 @@ import pytest
 from compared import assert_all_close, values_and_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_helpers import CPU, H200, MI300X, documents, normal
+from kernel_helpers import CPU, EACH, H200, MI300X, documents, normal
 from rows import fast_alone, slow
 
 from pallas_kernels import chip
@@ -19,7 +19,6 @@ from pallas_kernels.attention import attention, attention_gradients, triton
 from pallas_kernels.attention.reference import attention as reference_attention
 
 B, H, K, C = 2, 4, 2, 16
-EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 
 
 def inputs(q_len, k_len, heads=H, kv_heads=K, channels=C, batch=B, dtype=jnp.float32, seed=0):

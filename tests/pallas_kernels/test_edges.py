@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compared import assert_near, values_and_gradients
-from kernel_helpers import CHIPS, CPU
+from kernel_helpers import CPU, EACH
 from rows import fast_alone
 
 from pallas_kernels import chip, grouped_mlp, residual_norm
@@ -32,10 +32,7 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-@pytest.fixture(params=CHIPS.values(), ids=CHIPS)
-def target(request):
-    with chip.making(request.param):
-        yield request.param
+pytestmark = [EACH, pytest.mark.usefixtures("implementation")]
 
 
 EQUAL = {
@@ -85,7 +82,7 @@ CASES = {  # the operator and its definition, arrays, what has no gradient, the 
 
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)
 @pytest.mark.parametrize("case", CASES)
-def test_arrays_of_equal_numbers(target, case, numbers):
+def test_arrays_of_equal_numbers(case, numbers):
     """Equal scores, rows without a direction."""
     (ours, definition), make, given, tolerance = CASES[case]
     arrays = make(numbers)
@@ -103,7 +100,7 @@ def first_mixed(columns, weights, segments):
     return [x[:, :12] for x in mixed(columns, weights, segments)]
 
 
-def test_ccas_mixing_of_tokens_that_are_zero(target):
+def test_ccas_mixing_of_tokens_that_are_zero():
     """A row of the embedding that is zero, with biases of zero: queries and keys without a
     direction.
 
@@ -124,7 +121,7 @@ def test_ccas_mixing_of_tokens_that_are_zero(target):
         {(-np.inf, 128), (-1e30, 100)}, itertools.product((-np.inf, -1e30, 0.0), (100, 128))
     ),
 )
-def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens):
+def test_a_bias_that_takes_the_word_of_masked_places_away(offset, tokens):
     """Masked places, and those that fill up a chunk, have 0 as their target."""
     arrays, places = (normal(tokens, 64) / 8, normal(300, 64, seed=1)), jnp.arange(tokens)
     bias, targets = jnp.zeros(300), jnp.where(places % 3 == 0, 0, 1 + places % 7)
@@ -143,7 +140,7 @@ def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens
 
 
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)
-def test_newton_schulz(target, numbers):
+def test_newton_schulz(numbers):
     """Of matrices of rank 0 and 1; there is no gradient."""
     found = orthogonalize(numbers(2, 64, 128), ((3.4445, -4.7750, 2.0315),) * 5, jnp.float32)
     assert np.isfinite(found).all() and np.linalg.norm(found, ord=2, axis=(1, 2)).max() < 1.3

@@ -9,7 +9,7 @@ import pytest
 from compared import assert_all_close, values_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_helpers import CPU, MI300X, normal
+from kernel_helpers import CPU, EACH, MI300X, normal
 from rows import slow
 
 from pallas_kernels import chip, tiles
@@ -35,9 +35,6 @@ SIZES = {
     "some rows skipped": (10, 0, 25, 12),
     "all skipped": (0, 0, 0, 0),
 }
-
-
-EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 
 
 def inputs(num, *stack, dim=D, width=F, dtype=jnp.float32, seed=0):
