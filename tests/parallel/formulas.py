@@ -34,8 +34,6 @@ def of_context(
     output (remat "attention"). With "layer", which does not keep that either, the ring sends (N -
     1) kv again as well.
     """
-    if parts == 1:
-        return {"forward": 0, "backward": 0, "again": 0}
     kv = 2 * batch * (length // parts) * num_kv * channels * size
     edges = 2 * batch * reach * width * size
     once = edges + (parts - 1) * kv
@@ -44,15 +42,9 @@ def of_context(
     return {"forward": once, "backward": once, "again": once}
 
 
-def blocks_visited(
-    length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True
-) -> list[int]:
-    """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a
-    plain cut."""
-    if zigzagged:
-        starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
-    else:
-        starts = np.arange(parts)[:, None] * (length // parts)
+def blocks_visited(length: int, parts: int, block: int, window: int | None = None) -> list[int]:
+    """Blocks of scores that each device computes in one layer: its work."""
+    starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
     side = length // starts.size
     block = min(block, side)
     queries = np.arange(-(-side // block))

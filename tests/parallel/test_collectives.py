@@ -113,7 +113,7 @@ def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
     model = helpers.SETTINGS.model
     settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(expert=2, tensor=4, tsp=True))
     program = helpers.compiled(settings, 8)
-    found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
+    found = in_layers(program)
     heads = model.num_attention_heads * model.head_dim
     kv = 2 * helpers.ROWS // 2 * helpers.LENGTH * model.num_key_value_heads * model.head_dim
     for weight in (model.hidden_size * heads, heads):  # q's and o's kernel, q's bias

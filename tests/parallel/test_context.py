@@ -63,17 +63,7 @@ def attend(place, *qkv):
 # What travels
 
 
-def compiled_layer(
-    spread,
-    batch=BATCH,
-    length=LENGTH,
-    gradient=True,
-    again=False,
-    heads=4,
-    kv=2,
-    channels=8,
-    dtype=jnp.float32,
-):
+def compiled_layer(spread, batch=BATCH, length=LENGTH, gradient=True, again=False, channels=8):
     """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the
     attention."""
 
@@ -89,8 +79,8 @@ def compiled_layer(
         return (jax.value_and_grad(loss, argnums=(0, 1, 2, 3)) if gradient else loss)(x, q, k, v)
 
     out_specs = (PartitionSpec(), cut(spread)) if gradient else PartitionSpec()
-    shapes = [(16,), (heads, channels), (kv, channels), (kv, channels)]
-    args = [jax.ShapeDtypeStruct((batch, length, *rest), dtype) for rest in shapes]
+    shapes = [(16,), (4, channels), (2, channels), (2, channels)]
+    args = [jax.ShapeDtypeStruct((batch, length, *rest), jnp.float32) for rest in shapes]
     args.append(jax.ShapeDtypeStruct((batch, length), jnp.int32))
     return on_sequence(spread, body, out_specs).lower(*args).compile()
 
