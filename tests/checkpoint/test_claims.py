@@ -71,6 +71,25 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     claims.release(workdir)
 
 
+def test_who_waits_writes_nothing_while_a_refused_run_deletes_its_folder(
+    tmp_path, holder, monkeypatch
+):
+    """It may delete the lock's file first; what the other wrote then would be deleted, too."""
+    path = tmp_path / "run" / claims.LOCK
+
+    def meanwhile(_):
+        if path.exists():
+            path.unlink()
+        else:  # all is deleted
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(claims.time, "sleep", meanwhile)
+    claims.take(tmp_path / "run")
+    assert holder.returncode, "it has ended"
+    claims.release(tmp_path / "run")
+
+
 def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):
     """A run that is refused takes its new folder away, while another waits for it."""
     opened = claims._open

@@ -47,14 +47,10 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     if path in _taken:
         return
     latest = time.monotonic() + PATIENCE
+    file = _open(path)
     while True:
-        file = _open(path)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A refused run may have deleted its new folder together with this lock file: then the
-            # lock on it protects nothing.
-            if _is_still_at(file, path):
-                break
         except OSError as error:
             if error.errno in LOCKS_UNSUPPORTED:
                 say(
@@ -73,7 +69,13 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
                     " folder"
                 ) from None
             time.sleep(0.1)
-        file.close()
+        else:
+            if _is_still_at(file, path):
+                break
+            # A refused run deleted its new folder together with this lock file, so the lock on it
+            # protects nothing; open the new one. Not before: the run unlocks when all is deleted.
+            file.close()
+            file = _open(path)
     _taken[path] = file
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
