@@ -341,7 +341,7 @@ class Loop:
                 measured |= evaluate(self.state, now)
             if "eval/loss" in measured:
                 held_out = measured["eval/loss"]
-                logs.say(f"step 0 | held-out {held_out:.4f}, with the weights as they came")
+                logs.say(f"step 0 | held-out {held_out:.4f}, before training")
             if measured:
                 self.figures.write(0, measured)
 
