@@ -296,6 +296,14 @@ def kernels(operations: list) -> set[str]:
     return {match[1] for match in found if match}
 
 
+KERNELS = {"experts_gate_up", "experts_down", "experts_d_x"}
+
+
+def weights_of_experts(operations: list) -> dict:
+    """The weights that the experts' kernels read, by the kernel's name."""
+    return {name: op.operands[2] for op in operations for name in kernels([op]) & KERNELS}
+
+
 def products(operations: list) -> list[tuple[str, str, str]]:
     """Format of the operands, precision, and shape of the result, of every matrix product.
 
@@ -386,16 +394,21 @@ def test_float32_of_the_table_is_float32(model, kinds, device, whole):
 def test_a_step_rounds_the_experts_weights_before_its_kernels_read_them(weights):
     """The products of an NVIDIA GPU take their second operand from shared memory: weights that are
     rounded in their loops go there twice."""
-    operations = lowered(settings(weights=weights), 1)
-    read = {
-        name: element(op.operands[2])
-        for op in operations
-        for name in kernels([op]) & {"experts_gate_up", "experts_down", "experts_d_x"}
-    }
-    assert read == dict.fromkeys(
-        ("experts_gate_up", "experts_down", "experts_d_x"),
-        "bf16" if weights == "compute" else "f32",
-    )
+    read = weights_of_experts(lowered(settings(weights=weights), 1))
+    formats = {name: element(weights) for name, weights in read.items()}
+    assert formats == dict.fromkeys(KERNELS, "bf16" if weights == "compute" else "f32")
+
+
+@pytest.mark.parametrize(("layer", "stacked"), [(None, [2, 8]), (Noted, [8])])
+def test_experts_are_read_in_the_stack_of_all_layers_but_in_the_users_own_layers(layer, stacked):
+    """Such a layer may compute with other weights than those in the stack, or have no experts."""
+    of = settings()
+    if layer:
+        of = dataclasses.replace(of, model=customized(of.model, layer=layer))
+    read = weights_of_experts(lowered(of, 1))
+    assert read.keys() == KERNELS
+    for weights in read.values():
+        assert weights.type.shape[:-2] == stacked
 
 
 @pytest.mark.parametrize("matmul", ["default", slow("highest")])

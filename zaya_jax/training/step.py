@@ -20,6 +20,8 @@ from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import takes_unsorted_rows
 from zaya_jax.config import Config
 from zaya_jax.hardware import host
+from zaya_jax.model import zaya
+from zaya_jax.model.layer import Layer
 from zaya_jax.optim import balance
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
@@ -52,9 +54,9 @@ def make_train_step(config: Config, setup: Setup, inject: Callable | None = None
         params, bias, frozen = state["params"], state["balance"].bias, state.get("frozen")
         # Kernels that take unsorted rows index the stacked experts of all layers: each device must
         # hold every expert, at its full embedding width. (The tensor axis may split the inner
-        # width.)
+        # width.) A layer of the user's own may compute with other weights than those in the stacks.
         divided = spread.fsdp or spread.tsp or spread.expert_axes
-        takes_stacks = takes_unsorted_rows() and model.model_type == "zaya"
+        takes_stacks = takes_unsorted_rows() and zaya.layer_class(model) is Layer
         in_place = takes_stacks and not divided and not adapted
         count = jax.lax.psum(loss.count(batch), spread.token_axes)
         total = jnp.maximum(count, 1.0)
