@@ -122,43 +122,44 @@ def stacked_mlp(
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
     sums: tuple[jax.Ref, jax.Ref],
-    kept: Float[Array, "L N F2"] | None,
+    hidden_stack: Float[Array, "L N F2"] | None,
     add: bool,
     shares: tuple[Callable, Callable] | None = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "L N F2"] | None]:
-    """`grouped_mlp` with the weights of a layer of stacks, and `kept` with what the backward pass
-    needs in the layer's place. Neither weights nor their gradients nor this are copied.
+    """`grouped_mlp` with the weights of a layer of stacks, and `hidden_stack` with `hidden`, which
+    the backward pass needs, in the layer's place. Neither weights nor their gradients nor this are
+    copied.
 
-    The backward pass writes these into `sums`, references to float32 stacks, in the layer's place,
-    or adds them. The weights' own gradients are zero: the caller takes those in `sums`. With
-    `shares` it writes the results of these functions. What was kept comes back as the gradient of
-    `kept` (`hold`), without a copy of each layer's.
+    The backward pass writes the gradients into `sums`, references to float32 stacks, in the layer's
+    place, or adds them. The weights' own gradients are zero: the caller takes those in `sums`. With
+    `shares` it writes the results of these functions. The filled stack comes back as the gradient
+    of `hidden_stack` (`hold`), without a copy of each layer's part.
     """
     matrices = _matrices(gate_up, down)
     out, _ = triton.forward(x, sizes, matrices, down, order, layer, keep=False)
-    return out, kept
+    return out, hidden_stack
 
 
-def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, kept, add, shares):
+def _stacked_mlp_fwd(x, order, sizes, gate_up, down, layer, sums, hidden_stack, add, shares):
     matrices = _matrices(gate_up, down)
-    out, hidden = triton.forward(x, sizes, matrices, down, order, layer, stack=kept)
+    out, hidden = triton.forward(x, sizes, matrices, down, order, layer, stack=hidden_stack)
     out = checkpoint_name(out, PRODUCTS)
     saved = x, order, sizes, gate_up, down, layer, sums
-    if kept is None:
+    if hidden_stack is None:
         return (out, None), (*saved, checkpoint_name(hidden, PRODUCTS))
     return (out, hidden), (*saved, None)
 
 
 def _stacked_mlp_bwd(add, shares, saved, d):
     x, order, sizes, gate_up, down, layer, sums, hidden = saved
-    d_out, kept = d
+    d_out, hidden_stack = d
     backward = functools.partial(
         triton.backward,
         x,
         sizes,
         _matrices(gate_up, down),
         down,
-        kept if hidden is None else hidden,
+        hidden_stack if hidden is None else hidden,
         d_out.astype(x.dtype),
         order,
         layer,
@@ -167,23 +168,23 @@ def _stacked_mlp_bwd(add, shares, saved, d):
         d_x, *given = backward()
         for ref, share, d in zip(sums, shares, given, strict=True):
             ref[layer] = share(d)
-        return d_x, None, None, None, None, None, None, kept
+        return d_x, None, None, None, None, None, None, hidden_stack
     of_gate_up, of_down = (ref[...] for ref in sums)
     d_x, *held = backward(([_matrices(of_gate_up, down), of_down], add))
     for ref, new in zip(sums, held, strict=True):
         ref[...] = new.reshape(ref.shape)
-    return d_x, None, None, None, None, None, None, kept
+    return d_x, None, None, None, None, None, None, hidden_stack
 
 
 stacked_mlp.defvjp(_stacked_mlp_fwd, _stacked_mlp_bwd)
 
 
 @jax.custom_vjp
-def hold(x: Array, kept: Array) -> Array:
-    """x, after the last layer. As the gradient of `kept` it gives `kept` itself: so the stack that
-    the layers filled goes back through them in a gradient's place, and the backward pass of each
+def hold(x: Array, hidden_stack: Array) -> Array:
+    """x, after the last layer. The gradient of `hidden_stack` is the stack itself: so what the
+    layers filled goes back through them in a gradient's place, and the backward pass of each
     `stacked_mlp` finds its layer's part there."""
     return x
 
 
-hold.defvjp(lambda x, kept: (x, kept), lambda kept, d: (d, kept))
+hold.defvjp(lambda x, hidden_stack: (x, hidden_stack), lambda hidden_stack, d: (d, hidden_stack))

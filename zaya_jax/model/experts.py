@@ -5,7 +5,6 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 the skip class, which costs nothing and gives zero.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -39,39 +38,38 @@ def read_and_written_in_place(
     gradients: tuple[jax.Ref, jax.Ref],
     add: bool,
     shares: tuple[Callable, Callable] | None,
-) -> Callable[[jax.Array, list], Callable]:
-    """For `ScanHooks.experts`: (a layer's number, a list of one item) → an `expert_mlp` that reads
-    that layer's weights inside these stacks, ignoring those of its arguments, and writes their
-    gradients into stacks too. The item is a stack for `stacked_mlp` to fill, or None.
+) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    """For `ScanHooks.experts`: reads a layer's weights inside these stacks, and writes their
+    gradients into stacks too.
 
     Otherwise a layer's weights are copied out of their stack for each pass, and their gradients
     into it. Gradients are float32, added to the present values if `add`; with `shares`, their
     function of a layer's gradient is written.
     """
 
-    def mlp_of_layer(layer, kept, x, choice, _gate_up, _down, *, dtype):
+    def mlp_of_layer(layer, hidden_stack, x, choice, dtype):
         order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
         sizes, x = counts[: gate_up.shape[1]], x.astype(dtype)
-        y, kept[0] = stacked_mlp(
-            x, order, sizes, gate_up, down, layer, gradients, kept[0], add, shares
+        return stacked_mlp(
+            x, order, sizes, gate_up, down, layer, gradients, hidden_stack, add, shares
         )
-        return y
 
-    return lambda layer, kept: functools.partial(mlp_of_layer, layer, kept)
+    return mlp_of_layer
 
 
 def read_in_place(
     gate_up: Float[Array, "L E D 2 F"], down: Float[Array, "L E F D"]
-) -> Callable[[jax.Array, list], Callable]:
+) -> Callable[..., tuple[jax.Array, None]]:
     """The same for decoding, without gradients: only experts that a token chose are read."""
 
-    def mlp_of_layer(layer, x, choice, _gate_up, _down, *, dtype):
+    def mlp_of_layer(layer, _, x, choice, dtype):
         x, num_experts = x.astype(dtype), gate_up.shape[1]
         if takes_unsorted_rows():
             order, _, counts = sort_by_expert(choice, num_experts + 1)
-            return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
-        return through_groups(
+            return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order), None
+        y = through_groups(
             x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
         )
+        return y, None
 
-    return lambda layer, _: functools.partial(mlp_of_layer, layer)
+    return mlp_of_layer

@@ -42,14 +42,15 @@ class Experts(nnx.Module):
         choice: Int[Array, "N"],
         gate: Float[Array, "N"],
         placement: Placement,
-    ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-        """The experts' outputs and their factors, the gates (zero for skipped tokens); the join
-        multiplies them."""
-        experts = placement.weights.expert_mlp
-        y = experts(x, choice, self.gate_up[...], self.down[...], dtype=self.dtype)
+    ) -> tuple[Float[Array, "N D"], Float[Array, "N"], Float[Array, "L N F2"] | None]:
+        """The experts' outputs; their factors, the gates (zero for skipped tokens), by which the
+        join multiplies them; and the stack of `LayerOutput`."""
+        y, hidden_stack = placement.weights.experts(
+            x, choice, self.gate_up[...], self.down[...], self.dtype
+        )
         y = placement.weights.sum(y, self.dtype)
         self.outputs = nnx.Intermediate(y)  # for a trace; otherwise nothing reads it
-        return y, masked(gate, choice, self.num_experts)
+        return y, masked(gate, choice, self.num_experts), hidden_stack
 
 
 class Layer(nnx.Module):
@@ -93,6 +94,8 @@ class Layer(nnx.Module):
                 projected.reshape(router_state.shape), router_state, balance
             )
         with jax.named_scope("experts"):
-            y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, placement)
+            y, gate, hidden_stack = self.experts(
+                x.reshape(-1, x.shape[-1]), choice, gate, placement
+            )
             h = self.moe_join(y.reshape(h.shape), h, gate.reshape(h.shape[:-1]))
-        return LayerOutput(h, router_state, choice, logits, cache)
+        return LayerOutput(h, router_state, choice, logits, cache, hidden_stack)

@@ -19,8 +19,9 @@ others from them and imports this package, never the reverse.
                 parallel.devices.MeshDevices             a training mesh
                 parallel.tree.DecodeDevices              decoding with a split cache
 
-Any class of `Weights` may get two functions: `gather`, with which fsdp makes weights whole, and
-`expert_mlp`, for experts on other devices.
+Any class of `Weights` may get functions: `gather`, with which fsdp makes weights whole;
+`expert_mlp`, for experts on other devices; `experts_in_stack`, for experts that a kernel reads in
+the stack of all layers.
 """
 
 import dataclasses
@@ -88,6 +89,7 @@ class LayerOutput(NamedTuple):
     choice: Int[Array, "N"]  # each token's expert; the number of experts for none
     logits: Float[Array, "N E1"] | None  # the router's, for a trace
     cache: CacheEntries | None  # the layer's new entries, as `Placement.attend` gave them
+    hidden_stack: Float[Array, "L N F2"] | None = None  # the usual layer's, by `Weights.experts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Weights:
     dtype: Any = jnp.float32  # of their products
     gather: Callable[[jax.Array, LogicalAxes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
+    experts_in_stack: Callable | None = None  # this layer's, by `ScanHooks.experts`
     # of this layer, "cca/q/kernel/a" and "../b" (`lora`), "experts/down/scale" (`quantized`)
     beside: Mapping[str, jax.Array] = NOTHING
 
@@ -163,6 +166,20 @@ class Weights:
     ) -> jax.Array:
         """function(x, kernels), summed over the parts of the width."""
         return self.sum(function(x, kernels), dtype)
+
+    def experts(
+        self,
+        x: Float[Array, "N D"],
+        choice: Int[Array, "N"],
+        gate_up: Float[Array, "E D 2 F"],
+        down: Float[Array, "E F D"],
+        dtype: Any,
+    ) -> tuple[Float[Array, "N D"], Float[Array, "L N F2"] | None]:
+        """The outputs of the experts that the tokens chose, and the hidden stack of
+        `ScanHooks.experts`, if any."""
+        if self.experts_in_stack is not None:
+            return self.experts_in_stack(x, choice, dtype)
+        return self.expert_mlp(x, choice, gate_up, down, dtype=dtype), None
 
     def self_attention(
         self,

@@ -34,15 +34,15 @@ class HookInputs(NamedTuple):
 class ScanHooks:
     """How a scan over layers differs from a plain one; by default it does not.
 
-    `experts` gives, for a layer's number and the list `kept`, the `expert_mlp` that uses that
-    layer's weights and ignores its arguments'. The list has one item: a stack, which the call
-    replaces by the filled one, or None.
+    `experts` are (layer's number, hidden stack, tokens, their choice, dtype) → (the outputs of the
+    experts that the tokens chose, the stack with the layer's part filled in). Without a stack,
+    None, each layer keeps its own part for the backward pass.
     `slots` are zeros by the weight's path in a layer, stacked over layers: `shares` of a layer's
     gradient is the slot's gradient, and the weight has no gradient.
     `beside` are arrays by path: "cca/q/kernel/a" and "../b", "experts/down/scale".
     """
 
-    experts: Callable[[jax.Array, list], Callable] | None = None
+    experts: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
     slots: Mapping[str, jax.Array] = NOTHING
     shares: Mapping[str, Callable] = NOTHING
     beside: Mapping[str, jax.Array] = NOTHING
@@ -53,11 +53,16 @@ class ScanHooks:
         return HookInputs(numbers, dict(self.slots), dict(self.beside))
 
     def for_layer(
-        self, inputs: HookInputs, weights: nnx.State, access: Weights, kept: list
+        self,
+        inputs: HookInputs,
+        weights: nnx.State,
+        access: Weights,
+        hidden_stack: jax.Array | None,
     ) -> tuple[nnx.State, Weights]:
         """A layer's weights, and how the layer gets at them."""
-        if self.experts is not None and inputs.number is not None:
-            access = dataclasses.replace(access, expert_mlp=self.experts(inputs.number, kept))
+        if self.experts is not None:
+            in_stack = functools.partial(self.experts, inputs.number, hidden_stack)
+            access = dataclasses.replace(access, experts_in_stack=in_stack)
         if inputs.beside:
             access = dataclasses.replace(access, beside=inputs.beside)
         if not inputs.slots:

@@ -98,6 +98,14 @@ class Head(nnx.Module):
         self.bias = weight(rngs, (model.vocab_size,), ("vocab",), "zeros")
 
 
+class LayerCarry(NamedTuple):
+    """What the scan hands on from each layer to the next."""
+
+    h: Float[Array, "B S D"]
+    router_state: Float[Array, "N R"]
+    hidden_stack: Float[Array, "L N F2"] | None  # filled layer by layer (`ScanHooks.experts`)
+
+
 class LayerInputs(NamedTuple):
     """What the scan hands to each layer; all stacked over layers."""
 
@@ -144,21 +152,23 @@ class Zaya(nnx.Module):
         layer_def, layer_weights = nnx.split(self.layers)
         layer_weights, unpack = pack_vectors(layer_weights, chip.current().maker != "cpu")
 
-        def step(linear: bool, carry, inputs: LayerInputs, cache):
-            h, router_state, *kept = carry
+        def step(linear: bool, carry: LayerCarry, inputs: LayerInputs, cache):
             weights, access = hooks.for_layer(
-                inputs.hooks, unpack(inputs.weights), placement.weights, kept
+                inputs.hooks, unpack(inputs.weights), placement.weights, carry.hidden_stack
             )
             layer = nnx.merge(layer_def, access.local(weights))
             rope = [] if linear else _rope_of(inputs.kind, tables)
             own_placement = placement.for_layer(access, inputs.window, linear, cache)
-            out = LayerOutput(*layer(h, router_state, inputs.balance, rope, own_placement))
+            out = LayerOutput(
+                *layer(carry.h, carry.router_state, inputs.balance, rope, own_placement)
+            )
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((out.choice[:, None] == classes) * real[:, None], axis=0)
             sums = trees.flat(nnx.to_pure_dict(nnx.pop(layer, TokenSum)), "/")
             experts = nnx.to_pure_dict(nnx.pop(layer, nnx.Intermediate)).get("experts", {})
             traced = (out.h, out.logits, experts.get("outputs")) if trace else None
-            return (out.h, out.router_state, *kept), (counts, sums, traced), out.cache
+            above = LayerCarry(out.h, out.router_state, out.hidden_stack)
+            return above, (counts, sums, traced), out.cache
 
         policy = _remat_policy(remat, hooks, placement)
         pattern = linear_pattern(model)
@@ -166,26 +176,25 @@ class Zaya(nnx.Module):
             layer_weights, balance, kinds, windows, hooks.scan_inputs(model.num_hidden_layers)
         )
         may_unroll = policy == "none" and cached is None and devices.alone
-        kept = None
+        hidden_stack = None
         if hooks.experts is not None and cached is None and policy in ("none", "elementwise"):
-            kept = self._empty_hidden(rows.tokens.size)
-        (h, _, kept), (counts, sums, traced), cache = scan_layers(
+            hidden_stack = self._empty_hidden_stack(rows.tokens.size)
+        top, (counts, sums, traced), cache = scan_layers(
             [functools.partial(step, linear) for linear in pattern],
             None if policy == "none" else functools.partial(_remat, policy=policy),
             pattern,
-            (h, router_state, kept),
+            LayerCarry(h, router_state, hidden_stack),
             inputs,
             None if cached is None else cached.arrays,
             unroll=may_unroll and chip.current().unrolls(model.num_hidden_layers, h.size),
         )
-        if kept is not None:
-            h = hold(h, kept)
+        h = top.h if top.hidden_stack is None else hold(top.h, top.hidden_stack)
         with jax.named_scope("head"):
             h = placement.joined(self.final_norm(h))
         return Output(h, counts, sums, cache, *(traced if trace else ()))
 
-    def _empty_hidden(self, num_tokens: int) -> Float[Array, "L N F2"]:
-        """The stack that `stacked_mlp` fills for its backward pass; the layers hand it on."""
+    def _empty_hidden_stack(self, num_tokens: int) -> Float[Array, "L N F2"]:
+        """The stack that `stacked_mlp` fills, a layer at a time, for its backward pass."""
         layers, *_, gate_and_up, width = self.layers.experts.gate_up.shape
         shape = layers, num_tokens, gate_and_up * width
         return tiles.empty(shape, jnp.dtype(self.precision.compute))
