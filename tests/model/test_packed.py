@@ -10,7 +10,7 @@ from rows import slow
 
 from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import TokenRows
+from zaya_jax.model.placement import DecodeStep, Placement, PrefillPiece, TokenRows
 
 LENGTHS = (7, 1, 12, 2, 5)  # some shorter than the convolutions reach
 TOTAL = sum(LENGTHS) + 3  # and padding
@@ -24,6 +24,24 @@ def logits(model, params, bias, ids, *rows):
 FULL, SLIDING, LINEAR = LAYER_KINDS
 BOTH = FULL, SLIDING
 SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, FULL, LINEAR, SLIDING))]
+
+
+PADDED = np.asarray([[1, 1, 2, 0], [3, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("placement", "real"),
+    [
+        (Placement(), np.ones((2, 4), bool)),
+        (Placement(segments=PADDED), PADDED > 0),
+        (Placement(mask=np.fliplr(PADDED > 0)), np.fliplr(PADDED > 0)),
+        (PrefillPiece(column=0, counts=np.asarray([3, 1]), first=True), PADDED > 0),
+        (DecodeStep(column=4, valid=PADDED > 0), np.ones((2, 1), bool)),
+    ],
+    ids=["no padding", "segments", "mask", "piece of a prompt", "new token"],
+)
+def test_a_placement_says_which_tokens_are_real(placement, real):
+    np.testing.assert_array_equal(placement.real(np.zeros((*real.shape, 5))), real)
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,28 @@ class LinearRouter(zj.Router):
         return choice, jnp.take_along_axis(p, choice[:, None], axis=-1)[:, 0], projected, stream
 
 
+class Measured(zj.Layer):
+    """With a figure: the mean square of the residual stream."""
+
+    def __call__(self, h, router_state, balance, rope, placement):
+        out = super().__call__(h, router_state, balance, rope, placement)
+        squares = jnp.mean(jnp.square(out.h), axis=-1)
+        self.square = zj.TokenSum(jnp.sum(squares * placement.real(h)))
+        return out
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_layers_figure_is_summed_over_the_real_tokens(padding):
+    model = zj.create(CONFIG, 0, layer=Measured)
+    ids, real = np.arange(14).reshape(2, 7), slice(7 - padding)
+    segments = np.zeros_like(ids)
+    segments[:, real] = 1
+    rows = zaya.TokenRows(ids, segments if padding else None)
+    out = zaya.apply(model.config.model, model.params, model.balance, rows, trace=True)
+    wanted = np.sum(np.mean(np.square(out.hidden_states[:, :, real]), axis=-1), axis=(1, 2))
+    np.testing.assert_allclose(out.sums["square"], wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "own",
     [

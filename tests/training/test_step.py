@@ -70,8 +70,8 @@ class Noted(Layer):
 
     def __call__(self, h, router_state, balance, rope, placement):
         out = super().__call__(h, router_state, balance, rope, placement)
-        real = placement.segments > 0
-        self.square = TokenSum(jnp.sum(jnp.mean(jnp.square(out.h), axis=-1) * real))
+        squares = jnp.mean(jnp.square(out.h), axis=-1)
+        self.square = TokenSum(jnp.sum(squares * placement.real(h)))
         return out
 
 

@@ -232,6 +232,12 @@ class Placement:
         """Ids such that tokens attend only to tokens with the same id."""
         return self.segments if self.segments is not None else self.mask
 
+    def real(self, h: Float[Array, "B S D"]) -> Bool[Array, "B S"]:
+        """Which tokens of the residual stream are not padding."""
+        if self.visible is None:
+            return jnp.ones(h.shape[:2], bool)
+        return self.visible > 0
+
     def rows(self, x: jax.Array) -> jax.Array:
         """[B, S, ..] as layers see it: each contiguous part of a sequence is a row."""
         return x
@@ -333,6 +339,9 @@ class PrefillPiece(Prefill):
 
     counts: Int[Array, "B"]
     first: bool
+
+    def real(self, h: Float[Array, "B S D"]) -> Bool[Array, "B S"]:
+        return jnp.arange(h.shape[1]) < self.counts[:, None]
 
     def before(self, x, project, history, initial_value) -> PrecedingTokens:
         value = initial_value if self.first else self.cache["value"].read()[:, None]

@@ -36,8 +36,9 @@ def weight(
 class TokenSum(nnx.Intermediate):
     """A figure of a layer: a quantity summed over this device's real tokens.
 
-    A module assigns one while it runs, `self.confidence = TokenSum(jnp.sum(gate * real))`, and
-    metrics.jsonl has its mean over the step's tokens, for each layer, under the module's path.
+    A layer assigns one while it runs, `self.size = TokenSum(jnp.sum(sizes * placement.real(h)))`,
+    and metrics.jsonl has its mean over the step's tokens, for each layer, under this name. A module
+    in the layer may do the same: its path comes first.
     """
 
 

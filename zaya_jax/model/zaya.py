@@ -57,7 +57,7 @@ class Output:
     tokens."""
 
     hidden: Float[Array, "B S D"]
-    counts: Float[Array, "L E1"]  # real tokens of each class (of a prompt's piece, padding too)
+    counts: Float[Array, "L E1"]  # real tokens of each class
     sums: dict[str, Float[Array, "L"]]  # the layers' `TokenSum`s, by path
     cache: dict | None = None
     # the residual stream after each layer (trace=True)
@@ -148,7 +148,7 @@ class Zaya(nnx.Module):
         h = self.embed(tokens, model.pad_token_id)
         router_state = jnp.zeros((rows.tokens.size, _router_width(model)), jnp.float32)
         kinds, tables, windows = _layer_kinds(model, positions)
-        real = _real_tokens(placement, tokens)
+        real = placement.real(h).reshape(-1).astype(jnp.float32)
         layer_def, layer_weights = nnx.split(self.layers)
         layer_weights, unpack = pack_vectors(layer_weights, chip.current().maker != "cpu")
 
@@ -198,17 +198,6 @@ class Zaya(nnx.Module):
         layers, *_, gate_and_up, width = self.layers.experts.gate_up.shape
         shape = layers, num_tokens, gate_and_up * width
         return tiles.empty(shape, jnp.dtype(self.precision.compute))
-
-
-def _real_tokens(placement: Placement, tokens: Int[Array, "B S"]) -> Float[Array, "N"]:
-    """1 for real tokens, 0 for padding."""
-    if placement.segments is not None:
-        real = placement.segments > 0
-    elif placement.mask is not None:
-        real = placement.mask
-    else:
-        real = jnp.ones_like(tokens)
-    return real.reshape(-1).astype(jnp.float32)
 
 
 def _remat_policy(remat: str, hooks: ScanHooks, placement: Placement) -> str:
