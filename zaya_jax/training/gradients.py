@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 Ways = Mapping[str, ByLayer | Way]  # how gradients can leave, by the weight's path
 LAYERS = "layers/"
-EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
+EXPERTS = GATE_UP, DOWN = "layers/experts/gate_up", "layers/experts/down"
 
 
 def gradients(
@@ -59,74 +59,77 @@ def gradients(
     all layers. `copy_dtypes` are the number formats of the copies that products make of weights
     anyway, by path.
     """
-    single = batch["tokens"].shape[0] == 1
-    plain = trees.flat(params, "/")
-    experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
-    experts = {path: w.astype(copy_dtypes.get(path, w.dtype)) for path, w in experts.items()}
-    if not single:  # only bfloat16 copies' gradients leave, as they are
+    several = batch["tokens"].shape[0] > 1
+    weights = trees.flat(params, "/")
+    if several:  # only bfloat16 copies' gradients leave, as they are
         ways = {
             path: Way(w.shape, lambda whole: whole)
-            for path, w in plain.items()
+            for path, w in weights.items()
             if w.dtype != jnp.float32
         }
-    places, shares = _places(experts, ways, add=not single)
-    slots = {path: jnp.zeros(way.shape) for path, way in ways.items() if path in plain}
-    leaving = {path: plain.pop(path) for path in slots}
+    experts = {path: weights[path] for path in EXPERTS} if in_place else {}
+    experts = {path: w.astype(copy_dtypes.get(path, w.dtype)) for path, w in experts.items()}
+    leaving = {path: weights[path] for path in ways if path not in experts}
+    plain = {path: w for path, w in weights.items() if path not in leaving and path not in experts}
 
-    def loss(plain, slots, micro):
-        stacks = None
-        if experts:
-            gate_up, down = _pair(experts)
-            stacks = read_and_written_in_place(
-                gate_up, down, _pair(places), not single, _pair(shares)
-            )
-        hooks = ScanHooks(
-            stacks,
-            {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
-            {path.removeprefix(LAYERS): ways[path].share_of_layer for path in slots},
-        )
+    references, experts_hook = _in_place(experts, ways, several) if experts else ({}, None)
+    slots = {path: jnp.zeros(ways[path].shape) for path in leaving}
+    shares = {path: ways[path].share_of_layer for path in leaving}
+
+    def loss(plain_and_slots, micro):
+        plain, slots = plain_and_slots
+        hooks = ScanHooks(experts_hook, _in_layer(slots), _in_layer(shares))
         return loss_of(trees.nested(plain | leaving | experts, "/"), micro, hooks)
 
-    if single:
-        micro = jax.tree.map(lambda x: x[0], batch)
-        (of_plain, of_slots), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
+    if several:
+        (of_plain, of_slots), sums = _accumulated(loss, (plain, slots), batch)
     else:
-        (of_plain, of_slots), sums = _accumulated(
-            lambda both, micro: loss(both[0], both[1], micro), (plain, slots), batch
-        )
-    return trees.nested(of_plain | of_slots | jax.tree.map(jax.freeze, places), "/"), sums
+        micro = jax.tree.map(lambda x: x[0], batch)
+        (of_plain, of_slots), sums = jax.grad(loss, has_aux=True)((plain, slots), micro)
+    of_experts = jax.tree.map(jax.freeze, references)
+    return trees.nested(of_plain | of_slots | of_experts, "/"), sums
+
+
+def _in_place(
+    experts: dict[str, jax.Array], ways: Ways, add: bool
+) -> tuple[dict[str, jax.Ref], Callable]:
+    """References for the gradients of the experts' weights, and the hook whose kernels write or add
+    these: whole, or a device's shares if both weights have a way and nothing is added."""
+    shares = None
+    if not add and experts.keys() <= ways.keys():
+        shares = ways[GATE_UP].share_of_layer, ways[DOWN].share_of_layer
+
+    def reference(path: str, weight: jax.Array) -> jax.Ref:
+        if shares:
+            return jax.new_ref(jnp.zeros(ways[path].shape))
+        if add:
+            return jax.new_ref(jnp.zeros(weight.shape))
+        return jax.new_ref(tiles.empty(weight.shape, jnp.float32))
+
+    # in the order of the parameters
+    references = {path: reference(path, experts[path]) for path in sorted(experts)}
+    both = references[GATE_UP], references[DOWN]
+    hook = read_and_written_in_place(experts[GATE_UP], experts[DOWN], both, add, shares)
+    return references, hook
+
+
+def _in_layer(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by the weights' paths in their layer."""
+    return {path.removeprefix(LAYERS): x for path, x in by_path.items()}
 
 
 def _accumulated(loss: Callable, weights: Any, batch: dict) -> tuple[Any, Any]:
     """Sums the gradients, and the loss function's other results, over the micro-batches."""
-    places = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
+    references = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
 
     def accumulate(carry, micro):
         pull: Any
         _, pull, results = jax.vjp(lambda w: loss(w, micro), weights, has_aux=True)
-        pull.with_refs(places)(jnp.ones(()))  # adds each gradient to its reference
+        pull.with_refs(references)(jnp.ones(()))  # adds each gradient to its reference
         return jax.tree.map(jnp.add, carry, results), None
 
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     like = jax.eval_shape(loss, weights, first)[1]
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
     sums, _ = jax.lax.scan(accumulate, zero, batch)
-    return jax.tree.map(jax.freeze, places), sums
-
-
-def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], dict[str, Callable]]:
-    """References for the experts' gradients, which kernels write, and the functions that make
-    shares of a layer's."""
-    if experts and experts.keys() <= ways.keys():
-        places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
-        return places, {path: ways[path].share_of_layer for path in experts}
-
-    def place(w: jax.Array) -> jax.Ref:
-        return jax.new_ref(jnp.zeros(w.shape) if add else tiles.empty(w.shape, jnp.float32))
-
-    return jax.tree.map(place, experts), {}
-
-
-def _pair(experts: dict) -> Any:
-    """The values of gate_up and down."""
-    return (experts[EXPERTS[0]], experts[EXPERTS[1]]) if experts else None
+    return jax.tree.map(jax.freeze, references), sums
