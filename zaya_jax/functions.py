@@ -32,6 +32,7 @@ from zaya_jax.model.placement import Devices, Placement
 from zaya_jax.optim import chain
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
+from zaya_jax.parallel.devices import over_mesh
 from zaya_jax.parallel.mesh import BATCH_AXES
 from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread, spread_of
 from zaya_jax.training.loss import loss_of_tokens, run_model
@@ -298,25 +299,12 @@ def _on(
     batch: dict[str, Any],
 ) -> Any:
     """run(params, balance, batch), on a mesh with each device's own parts."""
-
-    def precise(*args: Any) -> Any:
-        with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
-            return run(*args)
-
     target = chip.made_for(params if mesh is None else mesh).taking(config.kernels)
-    if mesh is None:
-        return precise(params, balance, batch)
     spread = _spread(config, mesh)
-    specs = sharding.param_specs(config.model, config.precision, spread)
+    of_params = sharding.param_specs(config.model, config.precision, spread)
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
-    # As in training, without the check of replicated values: `loss` sums the devices' own counts.
-    mapped = jax.shard_map(
-        precise,
-        mesh=mesh,
-        in_specs=(specs, REPLICATED, of_batch),
-        out_specs=out_specs,
-        check_vma=False,
-    )
+    in_specs = of_params, REPLICATED, of_batch
+    mapped = over_mesh(run, config.precision, target, mesh, in_specs, out_specs)
     return mapped(params, balance, batch)
 
 

@@ -1,10 +1,16 @@
-"""The devices of a training mesh: chooses a layer's placement and weights by a `Spread`."""
+"""The devices of a training mesh: chooses a layer's placement and weights by a `Spread`, and maps
+functions over them."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.config import Model
+import jax
+from jax.sharding import Mesh
+
+from pallas_kernels import chip
+from zaya_jax.config import Model, Precision
 from zaya_jax.model.placement import Devices, Placement, Weights
 from zaya_jax.parallel import context, dispatch, heads, tsp
 from zaya_jax.parallel.spread import NO_SPREAD, Spread, gather_over_data
@@ -44,3 +50,29 @@ class MeshDevices(Devices):
         if self.spread.sequence_parts > 1:
             return context.zigzag_placement(self.spread, length, segments, mask, weights)
         return super().sequences(length, segments, mask, weights)
+
+
+def over_mesh(
+    function: Callable,
+    precision: Precision,
+    target: chip.Chip,
+    mesh: Mesh | None,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable:
+    """A function of a device's parts as one of whole arrays, with the precision's products, made
+    for the target; without a mesh one device has all.
+
+    No check of replicated values: `function` sums over devices itself, or returns partial sums, as
+    the optimizer takes the gradients of replicated weights.
+    """
+
+    def precise(*args: Any) -> Any:
+        with chip.making(target), jax.default_matmul_precision(precision.matmul):
+            return function(*args)
+
+    if mesh is None:
+        return precise
+    return jax.shard_map(
+        precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )

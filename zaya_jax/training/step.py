@@ -24,6 +24,7 @@ from zaya_jax.model import zaya
 from zaya_jax.model.layer import Layer
 from zaya_jax.optim import balance
 from zaya_jax.parallel.context import zigzag
+from zaya_jax.parallel.devices import over_mesh
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
 from zaya_jax.parallel.spread import AXES, NO_SPREAD, Spread
 from zaya_jax.training.gradients import gradients
@@ -124,16 +125,7 @@ def on_mesh(
     """Turns a function of one device's parts into a program for the whole mesh."""
     out_specs = (in_specs[0], REPLICATED) if out is None else out
     target = chip.made_for(mesh).taking(config.kernels)
-
-    def precise(*args):
-        with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
-            return step(*args)
-
-    # Without the check of replicated values, replicated weights' gradients stay partial sums, as
-    # the optimizer expects.
-    mapped = jax.shard_map(
-        precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = over_mesh(step, config.precision, target, mesh, in_specs, out_specs)
     options = host.compiler_options(target)
     return jax.jit(mapped, donate_argnums=donate, compiler_options=options)
 
