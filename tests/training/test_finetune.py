@@ -152,7 +152,7 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     held_out = stores.open_store(c, own, tok, "held_out").block
     assert found["own"].tokens.tolist() == held_out.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
-    notes = stores.notes_on(named.values())
+    notes = [store.note for store in named.values()]
     assert re.search(f"{other}: 20 chats to evaluate on .*, 20 kept, ", "\n".join(notes))
     assert re.search(f"{long}: 1 chats to evaluate on .*, 1 dropped, 1 kept, ", "\n".join(notes))
 
