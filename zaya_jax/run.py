@@ -2,7 +2,7 @@
 
     train                           repeats the following until there is an exit code
       open_run                      opens the folder, finds out how the run starts, checks everything
-      Loop(opened, ..)              records the start, makes the state
+      prepare                       records the start, makes the state, says how the run starts
       Loop.run                      per step: train_step, measure_and_save, replay, then perhaps an end
         done, stopped, unhealthy, wrong_device                    ends with an exit code
         go_back                                                   after a loss spike: None, start over
@@ -73,7 +73,7 @@ def train(
             opened = open_run(config, folder, at_end)
             if opened.planned.reached == opened.planned.recipe.last_step:
                 return already_complete(opened)
-            loop = Loop(opened, faults, tracker, observers)
+            loop = prepare(opened, faults, tracker, observers)
             # Until here a signal ends the process at once, since there is nothing to save; from here
             # on the loop saves, then stops. Made once: a signal before a rollback still counts.
             stop = stop or multihost.StopSignal()
@@ -196,88 +196,106 @@ def already_complete(opened: OpenedRun) -> int:
 # ##################################################################################################
 
 
+def prepare(
+    opened: OpenedRun,
+    faults: Any = None,
+    tracker: Function | None = None,
+    observers: Sequence[Observer] = (),
+) -> "Loop":
+    """Records the start, makes the state, and says how the run starts. A part that must come where
+    it does says why."""
+    planned, workdir, reached = opened.planned, opened.workdir, opened.planned.reached
+    config, plan = planned.recipe.config, planned.recipe.plan
+    pace = Pace(jax.devices()[0])
+    evaluation = Evaluation(planned, pace)
+    tasks = None
+    if config.eval.tasks:
+        from zaya_jax.evaluate.during_training import TaskScores  # imports the library
+
+        tasks = TaskScores(planned, pace)
+    record_start(workdir, config, planned.tokenizer, opened.meta.get("lineage", []))
+    if opened.decided and multihost.is_writer():
+        decisions.write(workdir, opened.decided)
+    # Other processes read what process 0 has just written.
+    multihost.barrier("set-up")
+    snapshots = snapshot.Snapshots(planned.setup.optimizer, planned.abstract_state, logs.say)
+    state, frozen_fields = start.first_state(
+        opened.kind, planned, opened.parent, opened.meta, opened.store, snapshots, open_weights
+    )
+    # After the state, whose making needs more memory than a step.
+    planned.stream.send_with(functools.partial(put_batch, opened, faults))
+    # Unreadable held-out text is an error now, not at the first evaluation.
+    evaluation.batches(plan.step(reached + 1).phase)
+    # Until all processes have come so far nothing is said, and a new folder is not kept.
+    multihost.barrier("the first step")
+    all_notes = planned.notes + evaluation.notes
+    notes.describe_start(planned.recipe, planned.placed, workdir, reached, all_notes)
+    opened.taken_folder.run_began()
+    # After the last check that can refuse the run, since it cuts files to the checkpoint's step.
+    counts = {} if opened.parent else opened.meta  # a fork starts its own
+    guard = Guard(config.guard, workdir, opened.decided, counts, reached, plan.steps_before)
+    # A run that ended as unhealthy resumes with its count one below the limit: one more bad step
+    # ends it.
+    unsound = min(counts.get("unsound", 0), UNHEALTHY_AFTER - 1)
+    trackers = Trackers(config, workdir, reached, tracker)
+    return Loop(
+        opened,
+        faults,
+        state,
+        frozen_fields,
+        snapshots,
+        pace,
+        evaluation,
+        tasks,
+        Observers(observers, pace),
+        guard,
+        trackers,
+        Figures(opened, unsound, pace, guard, trackers),
+        Profile(config.log.profile, workdir),
+        multihost.Timer(60 * config.checkpoint.every_minutes),
+    )
+
+
+def put_batch(opened: OpenedRun, faults: Any, batch: dict, number: int) -> Any:
+    """Puts a step's batch on the devices; called ahead of the step, in a thread."""
+    planned = opened.planned
+    if number > planned.last_step_here:  # read ahead, and never used
+        return batch
+    if faults:
+        batch = faults.batch(batch, number, decisions.skipped_batches(opened.decided))
+    step = planned.recipe.plan.step(number)
+    return steps.put_batch(planned.placed.mesh, batch, step.micro_batches, planned.setup.spread)
+
+
+@dataclasses.dataclass
 class Loop:
     """The steps of one start. Each step is dispatched before the figures of the previous one are
     read: no accelerator waits."""
 
-    def __init__(
-        self,
-        opened: OpenedRun,
-        faults: Any = None,
-        tracker: Function | None = None,
-        observers: Sequence[Observer] = (),
-    ):
-        self.opened, self.planned = opened, opened.planned
-        self.faults = faults
+    opened: OpenedRun
+    faults: Any  # for tests
+    state: Any
+    frozen_fields: dict[str, Any]  # how the metadata of saves names the frozen weights, if any
+    snapshots: snapshot.Snapshots
+    pace: Pace
+    evaluation: Evaluation
+    tasks: Any  # lm-eval's, or None
+    observers: Observers
+    guard: Guard
+    trackers: Trackers
+    figures: Figures
+    profile: Profile
+    timer: multihost.Timer
+    stop: multihost.StopSignal = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planned = self.opened.planned
         self.config, self.plan = self.planned.recipe.config, self.planned.recipe.plan
-        self.store, self.workdir = opened.store, opened.workdir
+        self.store, self.workdir = self.opened.store, self.opened.workdir
         self.mesh, self.stream = self.planned.placed.mesh, self.planned.stream
         self.train_program = functools.cache(self._train_program)
         self.replay_program = functools.cache(self._replay_program)
         self.last_saved_figures: dict[str, float] = {}
-        self.pace = Pace(jax.devices()[0])
-        self.observers = Observers(observers, self.pace)
-        self.evaluation = Evaluation(self.planned, self.pace)
-        self.tasks: Any = None  # lm-eval's
-        if self.config.eval.tasks:
-            from zaya_jax.evaluate.during_training import TaskScores  # imports the library
-
-            self.tasks = TaskScores(self.planned, self.pace)
-        self._record_and_make_state()
-        self._check_and_announce()
-        self._resume_counts(tracker)
-
-    def _record_and_make_state(self) -> None:
-        """Records the start, then makes the state; from here on the stream sends batches."""
-        opened, planned = self.opened, self.planned
-        record_start(self.workdir, self.config, planned.tokenizer, opened.meta.get("lineage", []))
-        if opened.decided and multihost.is_writer():
-            decisions.write(self.workdir, opened.decided)
-        # Other processes read what process 0 has just written.
-        multihost.barrier("set-up")
-        self.snapshots = snapshot.Snapshots(
-            planned.setup.optimizer, planned.abstract_state, logs.say
-        )
-        # `frozen_fields`: how each checkpoint's metadata names the frozen weights, if there are any.
-        self.state, self.frozen_fields = start.first_state(
-            opened.kind,
-            planned,
-            opened.parent,
-            opened.meta,
-            self.store,
-            self.snapshots,
-            open_weights,
-        )
-        # After the state, whose making needs more memory than a step.
-        self.stream.send_with(self._put)
-
-    def _check_and_announce(self) -> None:
-        """Makes the last checks that can refuse the run, then says how it starts."""
-        planned = self.planned
-        # Unreadable held-out text is an error now, not at the first evaluation.
-        self.evaluation.batches(self.plan.step(planned.reached + 1).phase)
-        # Until all processes have come so far nothing is said, and a new folder is not kept.
-        multihost.barrier("the first step")
-        all_notes = planned.notes + self.evaluation.notes
-        notes.describe_start(
-            planned.recipe, planned.placed, self.workdir, planned.reached, all_notes
-        )
-        self.opened.taken_folder.run_began()
-
-    def _resume_counts(self, tracker: Function | None) -> None:
-        """Resumes what is counted. After the last check: it cuts files to the checkpoint's step."""
-        opened, reached = self.opened, self.planned.reached
-        counts = {} if opened.parent else opened.meta  # a fork starts its own
-        self.guard = Guard(
-            self.config.guard, self.workdir, opened.decided, counts, reached, self.plan.steps_before
-        )
-        # A run that ended as unhealthy resumes with its count one below the limit: one more bad
-        # step ends it.
-        unsound = min(counts.get("unsound", 0), UNHEALTHY_AFTER - 1)
-        self.profile = Profile(self.config.log.profile, self.workdir)
-        self.trackers = Trackers(self.config, self.workdir, reached, tracker)
-        self.figures = Figures(opened, unsound, self.pace, self.guard, self.trackers)
-        self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
 
     def run(self, stop: multihost.StopSignal) -> int | None:
         """Trains until an end. Returns the exit code, or None if the run goes back and must start
@@ -451,16 +469,6 @@ class Loop:
             finding = program(state["params"], state["balance"].bias, batch, state.get("frozen"))
             wait_for_saved_steps = self.store.wait_for_saved_steps  # only if a device is wrong
             return self.guard.record_replay(now.number, finding, self.mesh, wait_for_saved_steps)
-
-    def _put(self, batch: dict, number: int) -> Any:
-        """Puts a step's batch on the devices; called ahead of the step, in a thread."""
-        if number > self.planned.last_step_here:  # read ahead, and never used
-            return batch
-        if self.faults:
-            skipped = decisions.skipped_batches(self.opened.decided)
-            batch = self.faults.batch(batch, number, skipped)
-        step = self.plan.step(number)
-        return steps.put_batch(self.mesh, batch, step.micro_batches, self.planned.setup.spread)
 
     def _train_program(self, phase_index: int) -> Any:
         """A phase's training step."""
