@@ -135,6 +135,15 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     assert len(held_out) == 30 and len(learnt) == 270 and not learnt & held_out
 
 
+def test_evaluation_keeps_chats_whole(folder):
+    c, tok = settings(folder / "base", str(folder / "chats.jsonl")), tokenizers.Bytes()
+    batches = windows.eval_batches(c, tok, damaged=set())
+    assert batches
+    for batch in batches:
+        begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+        assert begins.any() and (batch["tokens"][begins] == tok.bos_id).all()
+
+
 def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
     """As JSON, all of it was predicted: 3.29 nats where the answers alone have 3.58."""
     asked = [ask(i) for i in range(100, 120)]
