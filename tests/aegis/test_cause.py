@@ -3,7 +3,8 @@
 import pytest
 from world import World, ended, finding, says, wrong
 
-from zaya_jax.aegis.facts import Exited, Observed, Ready
+from zaya_jax.aegis.facts import Exited, Observed, Ready, Stepped
+from zaya_jax.cluster.events import Finding
 
 
 def gone(process, other):
@@ -12,6 +13,7 @@ def gone(process, other):
 
 
 LATE = 2.5  # seconds
+SEEN = Observed(0, Finding("x", "distributed", "warn", "seen so", 0))
 CAUSES = {  # nodes, processes of each, what comes, and what the event of the end says
     "reported last": (
         (3, 1, *ended((2, 1), (0, 1), (1, -9))),
@@ -38,6 +40,10 @@ CAUSES = {  # nodes, processes of each, what comes, and what the event of the en
     "what follows from it explains nothing": (
         (3, 1, gone(0, 1), *ended((0, 1), (1, -9), (2, 1))),
         {"process": 1, "concluded": ""},
+    ),
+    "a line after which the run went on explains nothing": (
+        (1, 1, SEEN, LATE, Stepped(5), *ended((0, 1))),
+        {"process": 0, "concluded": ""},
     ),
     "of findings at several nodes the first counts": (
         (

@@ -68,6 +68,12 @@ SCENES = {
         [Start(1, (0,)), Start(2, (0,)), EndAll(4, ANY)],
         {"died": [{"done": "restart in 30 s"}, {"done": decide.NEEDS_PERSON}]},
     ),
+    "after progress it is tried again": (
+        {"nodes": 1},
+        [*ended((0, 4)), 30, CheckpointSeen(5), *ended((0, 4)), 30],
+        [Start(1, (0,)), Start(2, (0,)), Start(3, (0,))],
+        {"died": [{"done": "restart in 30 s"}] * 2},
+    ),
     "a border of phases is a start at once, and costs nothing": (
         {"nodes": 1, "restarts": 0},
         [CheckpointSeen(5), *ended((0, 75)), CheckpointSeen(10), *ended((0, 75))],
