@@ -34,10 +34,11 @@ class Directory(ArraySource):
         if not where.exists():
             raise UserError(f"{where} is missing; give a model directory as transformers writes it")
         self.config = files.read_object(where)
-        tensors = self._stored()
         self._quantization = self.config.pop("quantization_config", None)
-        if self._quantization:
+        if self._quantization:  # other schemes have files that cannot be read either
             self.warning = compressed.check(self._quantization, str(where))
+        tensors = self._stored()
+        if self._quantization:
             tensors = compressed.unpack(tensors)
         is_older = older.is_older(self.config)
         if is_older:
