@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
             for row in measure(case, size, here, options.seconds):
                 rows.append(row)
                 print(" | ".join(_cells(row, about)), flush=True)
-                _write(options.out, about, rows)  # earlier results are kept if a later case fails
+                write(options.out, about, rows)  # earlier results are kept if a later case fails
     print(f"written: {options.out}/kernels.json, kernels.md")
     return int(any(row.is_fault for row in rows))
 
@@ -270,9 +270,13 @@ def _cells(row: Row, about: dict[str, Any]) -> list[str]:
     return [name, row.direction, row.implementation, *measured, temporaries, note]
 
 
-def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
+def write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    """kernels.json, where an error that is not finite is null, and kernels.md."""
     out.mkdir(parents=True, exist_ok=True)
     flat = [dataclasses.asdict(row) for row in rows]
+    for of_row in flat:
+        if not np.isfinite(of_row["error"]):
+            of_row["error"] = None
     (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
     table = Table("Median of repeated calls", HEAD, [_cells(row, about) for row in rows]).markdown()
