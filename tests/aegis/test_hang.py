@@ -83,6 +83,9 @@ WAITS = ("step", 21, "wait")
 STANDING = {
     "alike": ([WAITS] * 3, [], {}, (0, True, True)),
     "alike, but in no program": ([("save", 21)] * 3, [], {}, (0, True, False)),
+    "alike, but between programs": ([("step", 21, "fetch")] * 3, [], {}, (0, True, False)),
+    "all are silent": ([WAITS] * 3, [0, 1, 2], {}, (0, True, False)),
+    "all wait for a disk": ([WAITS] * 3, [], dict.fromkeys(range(3), "D"), (0, True, False)),
     "one is silent": ([WAITS] * 3, [1], {}, (1, False, False)),
     "one is stopped": ([WAITS] * 3, [], {1: "T"}, (1, False, False)),
     "one waits for a disk": ([WAITS] * 3, [], {2: "D"}, (2, False, False)),

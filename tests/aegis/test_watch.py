@@ -69,6 +69,7 @@ HISTORIES = {
         ["uncorrectable", "nic-symbol", "not-retired", 6],
         [("gpu page not retired", "card5", "exclude")],
     ),
+    "and says nothing yet of a state": (["not-retired", 1], []),
     "a state that comes again is reported again": (
         [2, "nic-down", 3, "mi300x", 3, "nic-down", 3],
         [("nic down", "mlx5_2/1", "warn")] * 2,
