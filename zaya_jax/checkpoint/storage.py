@@ -257,7 +257,7 @@ def _remove_tree(folder: Path) -> None:
 
 
 def for_each[T](function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """function(item) of all, several at once: a store far away answers each request late. After an
-    error no other is begun."""
+    """function(item) of all, several at once: a store far away answers each request late. What has
+    not begun when the error of an earlier item is seen is left out."""
     with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT, "storage") as pool:
         return list(pool.map(function, items))
