@@ -160,20 +160,9 @@ def first_state(
     elif parent:  # forked
         state = snapshots.to_state(parent.load(snapshots.abstract, snapshots.locations))
     elif kind == "initial weights" and not run.lora:
-        source = open_same(run.init_from)
-        with fields.naming("config.run.init_from"):  # before anything is compiled
-            partial.require_fit(source, snapshots.locations.weights().arrays)
-        state = snapshots.with_weights_of(_initial_state(planned), source.restore)
-        say(f"begins from {source.name}{source.warning}")
-        _say_what_differs(source, planned)
-    elif kind == "imported":  # weights and biases, no optimizer yet
-        source = SealedSource(store.root / "0")
-        if run.init_from and not run.takes_pairs:  # which are compared with its answers
-            say(
-                f"note: config.run.init_from={run.init_from} has no effect: the run begins with the"
-                f" weights in {store.root / '0'}"
-            )
-        state = snapshots.with_weights_of(_initial_state(planned), source.restore)
+        state = _with_initial_weights(planned, snapshots, open_same(run.init_from))
+    elif kind == "imported":
+        state = _with_imported_weights(planned, snapshots, store.root / "0")
     else:
         state = _initial_state(planned)
     if "frozen" not in planned.abstract_state:
@@ -183,7 +172,33 @@ def first_state(
     base = open_same(named["name"] if named else run.init_from)
     if run.lora and not named:
         _say_what_differs(base, planned)
-    named = add_frozen(state, planned, base, named)
+    named = _add_frozen(state, planned, base, named)
+    _say_what_is_frozen(state, planned, base)
+    return state, {role: named}
+
+
+def _with_initial_weights(planned: PlannedStart, snapshots: Snapshots, source: ArraySource) -> Any:
+    with fields.naming("config.run.init_from"):  # before anything is compiled
+        partial.require_fit(source, snapshots.locations.weights().arrays)
+    state = snapshots.with_weights_of(_initial_state(planned), source.restore)
+    say(f"begins from {source.name}{source.warning}")
+    _say_what_differs(source, planned)
+    return state
+
+
+def _with_imported_weights(planned: PlannedStart, snapshots: Snapshots, folder: Path) -> Any:
+    """With the weights and balancing biases of step 0, which has no optimizer."""
+    run = planned.recipe.config.run
+    if run.init_from and not run.takes_pairs:  # which are compared with its answers
+        say(
+            f"note: config.run.init_from={run.init_from} has no effect: the run begins with the"
+            f" weights in {folder}"
+        )
+    return snapshots.with_weights_of(_initial_state(planned), SealedSource(folder).restore)
+
+
+def _say_what_is_frozen(state: dict[str, Any], planned: PlannedStart, base: ArraySource) -> None:
+    run = planned.recipe.config.run
     if run.lora:
         in_few_bits = "" if run.base == "compute" else f", experts in {run.base}"
         frozen = _size(zaya.abstract(planned.recipe.config.model))
@@ -193,7 +208,6 @@ def first_state(
         )
     if run.takes_pairs:
         say(f"answers are compared with those of {base.name}{base.warning}")
-    return state, {role: named}
 
 
 def _say_what_differs(source: ArraySource, planned: PlannedStart) -> None:
@@ -212,7 +226,7 @@ def _initial_state(planned: PlannedStart) -> Any:
     return states.init(planned.placed.config, planned.setup)
 
 
-def add_frozen(
+def _add_frozen(
     state: dict[str, Any], planned: PlannedStart, base: ArraySource, named: dict[str, Any]
 ) -> dict[str, Any]:
     """Adds the frozen weights to a state, and before its first step the base's balancing biases.
