@@ -125,7 +125,8 @@ def by_pallas(tile: ProductTile, sizes, x, w, layer, order) -> jax.Array:
     like, route = jax.ShapeDtypeStruct((x.shape[0], w.shape[-1]), x.dtype), (order, sizes, layer)
     own = chip.current()._replace(tiles=(("experts_down", tuple(tile._asdict().items())),))
     with chip.making(own):
-        (out,) = triton._by_rows(triton._down, "down", route, (x, w), [like], *w.shape[:-3:-1])
+        of_rows = functools.partial(triton._to_tokens, transposed=False)
+        (out,) = triton._by_rows(of_rows, "down", route, (x, w), [like], *w.shape[:-3:-1])
     return out
 
 
