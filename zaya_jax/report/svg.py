@@ -210,7 +210,8 @@ class Chart:
     over: str = "step"
     # ticks of the lower axis, where they are not round numbers
     named: Sequence[tuple[float, str]] = ()
-    bad_steps: Sequence[float] = ()  # not finite: some are marked along the top, with the first
+    bad_steps: Sequence[float] = ()  # some are marked along the top, with the first
+    bad: str = "not finite"
     note: str = ""
 
     def draw(self) -> str:
@@ -226,12 +227,12 @@ class Chart:
         window = f'<svg {place} viewBox="{left} {top} {wide} {height}">'
         curves = "".join(_curve(line, x, y) for line in self.lines)
         bad_steps = thinned(self.bad_steps, BAD_MARKS)
-        marks = "".join(_bad_mark(x(step), step) for step in bad_steps)
+        marks = "".join(_bad_mark(x(step), step, self.bad) for step in bad_steps)
         axes = value_axis(y, self.unit)
         axes += lower_axis(x, FLOOR, self.over, thinned(self.named, MOST_NAMED))
         legend = "".join(map(self._legend, self.lines))
         if self.bad_steps:
-            legend += '<li><i class="key bad">✕</i>not finite</li>'
+            legend += f'<li><i class="key bad">✕</i>{escape(self.bad)}</li>'
         note = f"{self.note} {self._beyond(y)}".strip()
         return figure(self.title, legend, f"{axes}{window}{curves}</svg>{marks}", note=note)
 
@@ -274,8 +275,8 @@ class Chart:
         return wrapped("Beyond the picture: ", ", ".join(curves), ".")
 
 
-def _bad_mark(px: float, step: float) -> str:
-    note = f"<title>not finite at step {number(round(step))}</title>"
+def _bad_mark(px: float, step: float, what: str) -> str:
+    note = f"<title>{escape(what)} at step {number(round(step))}</title>"
     return (
         f'<g class="bad">{note}<path class="rule" d="M{px:.1f} {TOP - 2}V{FLOOR}"/>'
         f'<path d="M{px - 4:.1f} {TOP - 10}l8 8m0 -8l-8 8"/></g>'
