@@ -199,13 +199,15 @@ class Side:
 
     def turn(self, dtype: str, steps: int) -> tuple[float, float, float, str]:
         """Seconds of a step, of so many; the last one's loss; the peak in GB; a note."""
+        assert self.process.stdin and self.process.stdout
         self.process.stdin.write(f"{dtype} {steps}\n")
         self.process.stdin.flush()
         words = self.process.stdout.readline().split()
         if not words:
             raise RuntimeError(f"ended with {self.process.wait()}")
         self.losses.append(float(words[1]))
-        return *map(float, words[:3]), words[3]
+        seconds, loss, peak = map(float, words[:3])
+        return seconds, loss, peak, words[3]
 
     def end(self) -> None:
         """Ends it; a GPU's memory is then free."""

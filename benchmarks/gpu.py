@@ -225,7 +225,8 @@ def run_all(
     until, results = time.monotonic() + seconds, dict[str, dict[str, Any]]()
     for name, (limit, words, environment) in parts.items():
         missing = [key for key, value in names.items() if f"{{{key}}}" in words and not value]
-        small, skipped = "", ""
+        small: str | None = ""
+        skipped = ""
         if tiny or cpu:
             small = TINY[words.split()[0]]
         left = min(limit, until - time.monotonic())

@@ -133,7 +133,7 @@ def by_pallas(tile: ProductTile, sizes, x, w, layer, order) -> jax.Array:
 def arguments(tokens: int, width: int, experts: int, layers: int, ordered: bool) -> tuple:
     """Sizes of groups of all kinds, with an empty one and rows of no expert, and random numbers."""
     keys = jax.random.split(jax.random.key(0), 4)
-    choice = jax.random.randint(keys[0], tokens, 1, experts + 1)  # `experts`: of none
+    choice = jax.random.randint(keys[0], (tokens,), 1, experts + 1)  # `experts`: of none
     x = jax.random.normal(keys[1], (tokens, width), jnp.bfloat16)
     w = jax.random.normal(keys[2], (layers, experts, width, width), jnp.bfloat16)
     order = jax.random.permutation(keys[3], tokens).astype(jnp.int32) if ordered else None

@@ -12,6 +12,7 @@ the one to compare with.
 import argparse
 import functools
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,8 @@ from scipy.special import ndtr
 from pallas_kernels import chip, timing
 from zaya_jax.report.document import Table
 
-FORMATS = {  # the bits of a part, how many parts an operand is cut in, and what a GPU is asked for
+# The bits of a part, how many parts an operand is cut in, and what a GPU is asked for.
+FORMATS: dict[str, tuple[int, int, Any]] = {
     "float32": (24, 1, Precision.HIGHEST),
     "three of TF32": (11, 2, DotAlgorithmPreset.TF32_TF32_F32_X3),
     "six of bfloat16": (8, 3, DotAlgorithmPreset.BF16_BF16_F32_X6),
@@ -79,7 +81,7 @@ def rows(tokens: int, width: int, experts: int) -> list[list[str]]:
     for name in FORMATS:
         first, chosen = choices(x, weights, lambda a, b, name=name: product(a, b, name))
         error = np.linalg.norm(first - exact) / np.linalg.norm(exact)
-        how = dict(precision=FORMATS[name][2], preferred_element_type=jnp.float32)
+        how: dict[str, Any] = {"precision": FORMATS[name][2], "preferred_element_type": jnp.float32}
         run = functools.partial(jnp.matmul, *map(jnp.asarray, (x, weights[0])), **how)
         ms = (
             "" if chip.current().is_host else f"{1e3 * timing.time_call(run, 0.2, True).median:.3f}"

@@ -171,7 +171,7 @@ class Chaos:
             self.store = faults.Store()
         with self._supervised(self.workdir) as agent:
             for step, fault in plan:
-                if self._until(lambda step=step: self.step() >= step, math.inf):
+                if self._until(functools.partial(self._is_at, step), math.inf):
                     self._hurt(fault)
             return agent.wait()
 
@@ -286,6 +286,9 @@ class Chaos:
             f"  {outcome.cause or 'NOT FOUND'}; found {outcome.found:.1f} s, went on"
             f" {outcome.recovered:.1f} s"
         )
+
+    def _is_at(self, step: int) -> bool:
+        return self.step() >= step
 
     def _until(self, condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         """Its first true result; None if the time is up or the agent has ended."""

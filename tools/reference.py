@@ -114,7 +114,8 @@ def _about(doc: str) -> str:
 def _of_parser(
     parser: argparse.ArgumentParser, command: str = ""
 ) -> Iterator[tuple[str, list[Option]]]:
-    options, below = [], []
+    options = list[Option]()
+    below = list[tuple[str, list[Option]]]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():

@@ -101,11 +101,13 @@ def execute(source: str, names: dict[str, Any], number: int) -> list[dict[str, A
     # for tracebacks
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source, file)
-    last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
+    last = body.body[-1] if body.body else None
     printed, value = io.StringIO(), None
     with contextlib.redirect_stdout(printed):
+        if isinstance(last, ast.Expr):
+            body.body.pop()
         exec(compile(body, file, "exec"), names)
-        if last is not None:
+        if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), file, "eval"), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():

@@ -114,14 +114,13 @@ def corpus(story: Rehearsal) -> None:
         "--seconds=1",
     )
     rows = []
-    for folder in sorted(story.data.iterdir()):
-        if (folder / "manifest.json").is_file():
-            manifest = json.loads((folder / "manifest.json").read_text())
-            train, held_out = manifest["totals"]["train"], manifest["totals"]["held_out"]
-            fitted = ", ".join(f"{n:,} {word}" for word, n in manifest["counts"].items())
-            rows.append(
-                [folder.name, f"{train['tokens']:,}", f"{held_out['tokens']:,}", fitted or "–"]
-            )
+    for file in sorted(story.data.glob("*/manifest.json")):
+        manifest = json.loads(file.read_text())
+        train, held_out = manifest["totals"]["train"], manifest["totals"]["held_out"]
+        fitted = ", ".join(f"{n:,} {word}" for word, n in manifest["counts"].items())
+        rows.append(
+            [file.parent.name, f"{train['tokens']:,}", f"{held_out['tokens']:,}", fitted or "–"]
+        )
     faults.flip(min((story.data / "web").glob("train-*.tokens")))
     verified = story.program("experiments.prepare_data", f"--verify={story.data / 'web'}", ok=(4,))
     story.promise(
@@ -317,7 +316,7 @@ def evaluation(story: Rehearsal) -> None:
             gained = before[name] - after[name]
             gain = f"{before[name]:.3f} → {after[name]:.3f}"
             story.promise(f"{phase} improves {name} by {least} nats", gained >= least, gain)
-    rows, lines = [], []
+    rows, lines = [], list[Curve]()
     for name in (*TEXTS, *names):
         values = [figures[name] for figures in figures_of.values()]
         rows.append([name, *(f"{value:.3f}" for value in values)])

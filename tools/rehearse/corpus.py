@@ -158,7 +158,7 @@ def sum_question(chosen: random.Random, held_out: bool = False) -> dict[str, Any
     return _choice(chosen, f"{before}{a} + {b} =", a + b, range(19))
 
 
-def _pairs(chosen: random.Random, tokens: int) -> dict[str, int]:
+def _pairs(chosen: random.Random, tokens: float) -> dict[str, int]:
     """Names and numbers whose lines fill so many tokens."""
     count = max(2, int(tokens / LINE))
     return {
